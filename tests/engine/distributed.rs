@@ -11,7 +11,7 @@ use finetune::engine::kernels::view::{View, read, write};
 use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Collector, Gradients, OptimizerKind, Sharding};
-use finetune::store::checkpoint::{Checkpoint, Run, compare};
+use finetune::store::checkpoint::{Checkpoint, Disk, FsOp, Run, compare};
 use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use serde_json::json;
@@ -415,6 +415,34 @@ fn a_step_sends_the_bytes_of_the_formula() {
             assert!((formula..formula + more).contains(&all), "{what}: {all} bytes, by the formula {formula}");
         }
     }
+}
+
+/// Regression: a leader that wrote or synced a file for longer than the time limit was reported as lost.
+#[test]
+fn a_leader_that_saves_slowly_sends_heartbeats() {
+    let root = tempfile::tempdir().unwrap();
+    let config = config("fp32");
+    together(2, |process: Arc<dyn ProcessGroup>| {
+        let group = Arc::new(Counted { process, sent: AtomicU64::new(0) });
+        let mut trainer = Trainer::new(group.clone(), config.clone(), None, &mut |_| ()).unwrap();
+        if !group.process.is_leader() {
+            return trainer.run_worker().unwrap();
+        }
+        let sent_while_syncing = Arc::new(AtomicU64::new(0));
+        let seen = sent_while_syncing.clone();
+        let disk = Disk::with_hook(move |operation, path| {
+            if operation == FsOp::SyncFile && path.ends_with("model.safetensors") {
+                let before = group.sent.load(Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(1500));
+                seen.store(group.sent.load(Ordering::Relaxed) - before, Ordering::Relaxed);
+            }
+            Ok(())
+        });
+        attach(&mut trainer, Run::open_on(root.path(), disk).unwrap());
+        trainer.save().unwrap();
+        trainer.stop_workers().unwrap();
+        assert!(sent_while_syncing.load(Ordering::Relaxed) > 0, "no heartbeat while a file was synced");
+    });
 }
 
 /// Sums along the tree take at most 3 % of one process's step more than a running sum.

@@ -9,6 +9,7 @@ pub(super) use gather::GatheredState;
 pub(super) use heartbeat::Heartbeat;
 pub(in crate::train) use heartbeat::on_leader;
 pub use heartbeat::with_heartbeat;
+pub(super) use heartbeat::with_heartbeat_between;
 pub(super) use messages::LeaderMessage;
 pub use messages::RunStart;
 pub(super) use throughput::ThroughputMeter;
@@ -30,7 +31,7 @@ impl Trainer {
     }
 
     pub(super) fn gathered(&self) -> GatheredState<'_> {
-        GatheredState { group: self.group(), state: &self.engine.state }
+        GatheredState::new(self.group(), &self.engine.state)
     }
 
     /// On the leader, sends a message to the workers.

@@ -1,10 +1,9 @@
 //! Saves the trainer's checkpoints.
 
-use super::processes::GatheredState;
-use super::{Trainer, batches_in_step, with_heartbeat};
+use super::processes::{GatheredState, with_heartbeat_between};
+use super::{Trainer, batches_in_step};
 use crate::data::Batch;
 use crate::digest::short_hash;
-use crate::engine::collective::ProcessGroup;
 use crate::engine::model::ModelSpec;
 use crate::store::aux_files::AuxFiles;
 use crate::store::checkpoint::{
@@ -17,7 +16,7 @@ use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,7 +30,6 @@ struct CheckpointWriter<'a> {
     kind: CheckpointKind,
     keep: RetentionPolicy,
     config: &'a Config,
-    group: Arc<dyn ProcessGroup>,
     /// The proof of the run's last checkpoint; `None` if this process has not written one.
     previous: Option<CheckpointProof>,
 }
@@ -69,14 +67,11 @@ impl CheckpointWriter<'_> {
             sharded,
         };
         let mut saved = self.run.save(&contents, self.kind)?;
-        // Both read files, for minutes if they are large.
-        let (proof, rotated) = with_heartbeat(&*self.group, || {
-            (self.prove(&saved.manifest), self.run.apply_retention(self.kind, self.keep))
-        });
-        let proof = proof.unwrap_or_else(|error| {
+        let proof = self.prove(&saved.manifest).unwrap_or_else(|error| {
             saved.warning = saved.warning.take().or(Some(error));
             None
         });
+        let rotated = self.run.apply_retention(self.kind, self.keep);
         Ok(CompletedSave { saved, proof, rotated, seconds: began.elapsed().as_secs_f64() })
     }
 
@@ -266,9 +261,7 @@ impl Trainer {
         let tokenizer = tokenizer.json();
         let previous = progress.proof.clone();
         let config = &*config;
-        let group = engine.group.clone();
-        let writer =
-            CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config, group, previous };
+        let writer = CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config, previous };
         Some((writer, engine, batches_in_step(micro_batches)))
     }
 
@@ -278,9 +271,11 @@ impl Trainer {
             self.begin_phase("saving");
         }
         let Some((writer, engine, _)) = self.checkpoint_writer(state, kind) else { return Ok(None) };
-        let gathered = GatheredState { group: &*engine.group, state: &engine.state };
+        let gathered = GatheredState::new(&*engine.group, &engine.state);
         let sharded = engine.state.masters.parameters().shards().map(|_| &gathered as &dyn ShardedTensors);
-        let written = writer.write(engine.model.spec(), engine.state.view(), sharded);
+        let write = || writer.write(engine.model.spec(), engine.state.view(), sharded);
+        // Large files take minutes.
+        let written = with_heartbeat_between(&*engine.group, &gathered.exchange, write);
         self.finish_save(written).map(Some)
     }
 

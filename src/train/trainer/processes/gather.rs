@@ -11,6 +11,7 @@ use candle_core::Tensor;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 /// Number of values that the leader requests at a time.
 const REQUEST: usize = 1 << 20;
@@ -64,11 +65,17 @@ impl<'a> TensorShard<'a> {
 
 /// The state of all processes. The leader reads it, and workers [serve](Self::serve) its requests.
 pub(in crate::train::trainer) struct GatheredState<'a> {
-    pub(in crate::train::trainer) group: &'a dyn ProcessGroup,
-    pub(in crate::train::trainer) state: &'a TrainState,
+    group: &'a dyn ProcessGroup,
+    state: &'a TrainState,
+    /// Held during each exchange, so that heartbeats come between them.
+    pub(in crate::train::trainer) exchange: Mutex<()>,
 }
 
-impl GatheredState<'_> {
+impl<'a> GatheredState<'a> {
+    pub(in crate::train::trainer) fn new(group: &'a dyn ProcessGroup, state: &'a TrainState) -> Self {
+        Self { group, state, exchange: Mutex::default() }
+    }
+
     /// Passes the values of a tensor to `receive`, in order, a part at a time.
     fn read(&self, tensor: StateTensor, index: usize, mut receive: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let Some(shard) = TensorShard::new(self.state, tensor, index) else { return Ok(()) };
@@ -81,8 +88,10 @@ impl GatheredState<'_> {
                     continue;
                 }
                 let mut bytes = vec![0; range.len() * shard.tensor.dtype().size_in_bytes()];
+                let held = self.exchange.lock().unwrap_or_else(PoisonError::into_inner);
                 self.group.send_message(owner, &LeaderMessage::Read { tensor, index, range })?;
                 self.group.receive(owner, &mut bytes)?;
+                drop(held);
                 receive(&bytes)?;
             }
         }

@@ -6,6 +6,7 @@ use crate::engine::collective::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,16 @@ impl Heartbeat {
 
 /// Sends heartbeats while `work` runs on the leader, which exchanges nothing. The workers wait for a message meanwhile.
 pub fn with_heartbeat<R>(group: &dyn ProcessGroup, work: impl FnOnce() -> R) -> R {
-    with_messages(group, &LeaderMessage::Heartbeat, work)
+    with_heartbeat_between(group, &Mutex::new(()), work)
+}
+
+/// Like [`with_heartbeat`], for work that holds `exchange` during each of its exchanges.
+pub(in crate::train::trainer) fn with_heartbeat_between<R>(
+    group: &dyn ProcessGroup,
+    exchange: &Mutex<()>,
+    work: impl FnOnce() -> R,
+) -> R {
+    with_messages(group, exchange, &LeaderMessage::Heartbeat, work)
 }
 
 /// The result of `work`, which runs on the leader alone. All processes call it together.
@@ -43,7 +53,7 @@ where
     R: Serialize + DeserializeOwned,
 {
     if group.is_leader() {
-        let result = with_messages(group, &None::<()>, work);
+        let result = with_messages(group, &Mutex::new(()), &None::<()>, work);
         group.broadcast(&Some(&result))?;
         return Ok(result);
     }
@@ -54,8 +64,13 @@ where
     }
 }
 
-/// Sends `message` every second while `work` runs.
-fn with_messages<R>(group: &dyn ProcessGroup, message: &(impl Serialize + Sync), work: impl FnOnce() -> R) -> R {
+/// Sends `message` every second while `work` runs, and holds `exchange` meanwhile.
+fn with_messages<R>(
+    group: &dyn ProcessGroup,
+    exchange: &Mutex<()>,
+    message: &(impl Serialize + Sync),
+    work: impl FnOnce() -> R,
+) -> R {
     if group.world_size() == 1 {
         return work();
     }
@@ -63,6 +78,7 @@ fn with_messages<R>(group: &dyn ProcessGroup, message: &(impl Serialize + Sync),
         let (_ends, ended) = channel::<()>();
         threads.spawn(move || {
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let _held = exchange.lock().unwrap_or_else(PoisonError::into_inner);
                 // If it fails, the next broadcast fails too.
                 group.broadcast(message).ok();
             }

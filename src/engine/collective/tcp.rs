@@ -6,6 +6,7 @@
 use super::{JOB_VARIABLE, Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepidle};
 use rustix::system::uname;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -19,6 +20,9 @@ const RETRY: Duration = Duration::from_millis(100);
 const PORT_TIME: Duration = Duration::from_secs(70);
 /// The time that a new connection has to send its [`Hello`].
 const HELLO_TIME: Duration = Duration::from_secs(10);
+/// An idle connection is probed after this time. Routers forget idle connections after a few minutes, and two workers exchange
+/// nothing while the leader reads data.
+const IDLE_TIME: Duration = Duration::from_mins(1);
 
 /// The processes of a job.
 #[derive(Debug)]
@@ -112,7 +116,6 @@ impl Tcp {
             Some(listener) => meeting.gather(&listener),
             None => meeting.join(),
         }?;
-        let configure = |stream: &TcpStream| stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true));
         streams.iter().flatten().try_for_each(configure).map_err(Error::io("configure", "a connection"))?;
         let mut group = Self { streams, job };
         let host = uname().nodename().to_string_lossy().into_owned();
@@ -123,6 +126,13 @@ impl Tcp {
     fn lost(&self, rank: usize, error: &std::io::Error) -> Error {
         Error::Collective(format!("{LOST} {}: {error}", self.job.name(rank)))
     }
+}
+
+fn configure(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    set_socket_keepalive(stream, true)?;
+    set_tcp_keepidle(stream, IDLE_TIME)?;
+    stream.set_nonblocking(true)
 }
 
 /// A job whose processes are not yet connected.
@@ -350,6 +360,7 @@ impl ProcessGroup for Tcp {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::net::sockopt::{socket_keepalive, tcp_keepidle};
     use std::net::UdpSocket;
     use std::os::fd::FromRawFd;
     use std::thread;
@@ -483,6 +494,9 @@ mod tests {
                     assert_eq!((group.local_world_size(), group.local_rank()), (3, group.rank()));
                     assert_eq!(group.core_sharers(), 3);
                 });
+            }
+            for stream in connected.iter().flat_map(|group| group.streams.iter().flatten()) {
+                assert!(socket_keepalive(stream).unwrap() && tcp_keepidle(stream).unwrap() == IDLE_TIME);
             }
         });
         let [first, second, third] = connected;

@@ -10,7 +10,7 @@ use super::cache::{Partial, is_hex};
 use super::error::HubError;
 use super::settings::{Settings, without_password};
 use crate::data::HubListing;
-use crate::digest::MAX_SMALL_FILE;
+use crate::digest::{Digest, MAX_SMALL_FILE};
 use hf_hub::api::sync::{Api, ApiBuilder};
 use serde_json::Value;
 use std::fmt;
@@ -286,7 +286,14 @@ impl Client {
             Payload::Text(text) => request.send(*text),
             Payload::File(path) => request.send(File::open(path).map_err(HubError::disk("read", path))?),
         };
-        sent.map_err(|error| self.network(&error))
+        sent.map_err(|error| {
+            // Only a second read tells a failure of the disk from one of the network.
+            let unreadable = match payload {
+                Payload::File(path) => Digest::of_file(path).err(),
+                Payload::Text(_) => None,
+            };
+            unreadable.map_or_else(|| self.network(&error), HubError::Local)
+        })
     }
 
     fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>> {
@@ -423,6 +430,16 @@ mod tests {
         assert_eq!(url, "https://huggingface.co/datasets/o/n/resolve/refs%2Fconvert%2Fparquet/a%20dir/0.parquet");
         let repo = Repo::new(RepoType::Model, "o/n", "main").unwrap();
         assert_eq!(client.url(&repo, "config.json"), "https://huggingface.co/o/n/resolve/main/config.json");
+    }
+
+    #[test]
+    fn a_failed_read_of_a_file_is_no_failure_of_the_network() {
+        let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
+        let url = format!("http://{}/", server.local_addr().unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let sent = client.upload("PUT", &url, &[], &Payload::File(folder.path()));
+        assert!(matches!(sent, Err(HubError::Local(_))), "{sent:?}");
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                     json!({ "data": config.data, "sets": reports })
                 };
                 report["steps_per_epoch"] = steps.into();
-                format!("{report}\n")
+                format!("{}\n", sanitize_line(&report.to_string()))
             } else {
                 let sets = sets.iter().zip(loader.mixture().sets());
                 let sets: String = sets.map(|(set, index)| as_text(set, index, &config)).collect();

@@ -52,6 +52,7 @@ impl Trap<'_> {
         self.fixture.write(&format!("{p}.jsonl"), json!({ p: p }).to_string());
         self.fixture.write("row.jsonl", json!({ "messages": [{ "role": p, p: p }] }).to_string());
         self.fixture.write(&format!("{p}.txt"), b"\xff");
+        self.fixture.write(&format!("readable-{p}.txt"), "some words to learn from ".repeat(40));
         self.fixture.write("key.toml", format!("[train]\n{} = 1\n", json!(p)));
         self.fixture.write("value.toml", format!("device = {}\n", json!(p)));
         self.fixture.write("broken.toml", format!("a = [ # {}\n", p.replace(['\r', '\n'], " ")));
@@ -118,6 +119,7 @@ impl Trap<'_> {
             let base = ["--model", "model", "--data", "text.txt", "--seq-len", "8", "--steps", "1"];
             base.iter().chain(more).map(|word| (*word).to_owned()).collect::<Vec<_>>()
         };
+        let mixture = format!("data={}", json!([format!("readable-{p}.txt"), "text.txt"]));
         let line = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         vec![
             train(&["--data", p]),
@@ -178,6 +180,8 @@ impl Trap<'_> {
             line(&["doctor"]),
             line(&["doctor", "--json"]),
             line(&["config", "--set", &format!("train.prompt={p}")]),
+            line(&["data", "stats", "--set", &mixture]),
+            line(&["data", "stats", "--set", &mixture, "--json"]),
         ]
     }
 }

@@ -193,7 +193,11 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
     let checkpoints = counted(list(path)?.len() as u64, "checkpoint");
-    let what = format!("run `{}`, {checkpoints}, {}", name_of(path), bytes(size_of_folder(path)));
+    let what = if path.is_symlink() {
+        format!("the link `{}`, but not the run that it points to", name_of(path))
+    } else {
+        format!("run `{}`, {checkpoints}, {}", name_of(path), bytes(size_of_folder(path)))
+    };
     if !yes && !confirmed(&format!("Delete {what}?"), "runs delete", out)? {
         return Ok(());
     }

@@ -352,6 +352,11 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     assert!(said.starts_with("deleted run `first`, 1 checkpoint, ") && said.lines().count() == 1, "{said}");
     assert!(!fixture.path("checkpoints/first").exists());
     assert_eq!(fixture.said("runs").lines().count(), 2);
+    // Regression: the run that a link points to was reported as deleted.
+    std::os::unix::fs::symlink("second", fixture.path("checkpoints/link")).unwrap();
+    let said = fixture.said("runs delete link --yes");
+    assert_eq!(said, "deleted the link `link`, but not the run that it points to\n");
+    assert_eq!(fixture.steps("second").len(), 3);
 }
 
 #[test]

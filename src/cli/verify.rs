@@ -126,16 +126,23 @@ impl Subject {
         let Some(last) = checkpoints.clone().next_back() else {
             return Err(Error::checkpoint(&self.folder, "the log has no full checkpoint to compare with"));
         };
-        let to = args.to.unwrap_or(last);
-        let mut exist = checkpoints
-            .filter(|step| *step < to && !self.folder.as_os_str().is_empty() && self.checkpoint(*step).exists());
+        let mut to = args.to.unwrap_or(last);
+        let is_claim = self.folder.as_os_str().is_empty();
+        let mut exist = checkpoints.clone().filter(|step| *step < to && !is_claim && self.checkpoint(*step).exists());
         let from = args.from.or_else(|| exist.next_back()).unwrap_or(0);
-        if from > 0 && self.folder.as_os_str().is_empty() {
+        if from > 0 && is_claim {
             return Err(Error::config("--from", "a claim has no checkpoints; leave the flag out to repeat all steps"));
         }
         let end = self.recorded.steps.last_key_value().map_or(last, |(step, _)| last.max(*step));
         if !(1..=end).contains(&to) {
             return Err(Error::config("--to", format!("{to} is not a recorded step; the last is {end}")));
+        }
+        if is_claim {
+            // Later steps have no hash.
+            to = checkpoints.clone().rfind(|step| *step <= to).ok_or_else(|| {
+                let first = checkpoints.clone().next().unwrap_or(last);
+                Error::config("--to", format!("the claim has no hash up to step {to}; use {first} or more"))
+            })?;
         }
         if from >= to {
             return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));

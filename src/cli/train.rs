@@ -6,6 +6,7 @@ use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, run_or_path};
+use crate::cli::runs::LOG_END;
 use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
@@ -69,6 +70,14 @@ struct Resumed {
     warnings: Vec<String>,
 }
 
+impl Resumed {
+    /// Whether the log has the end of the run, which is missing if it was killed after its last checkpoint.
+    fn is_finished(&self) -> bool {
+        let last = telemetry::last_records(&self.run.path().join("events.jsonl"), LOG_END).next();
+        last.is_some_and(|last| matches!(last.event, Event::Finished(_)))
+    }
+}
+
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
     processes::check_launch(&**group)?;
@@ -86,7 +95,8 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
     let mut tell = |event| reporter.report(event);
     let mut trainer = pool.install(|| Trainer::lead(group, config.clone(), checkpoint, &mut tell))?;
-    if let Some(text) = trainer.nothing_left() {
+    let finished = resumed.as_ref().is_some_and(Resumed::is_finished);
+    if let Some(text) = trainer.nothing_left().filter(|_| finished) {
         reporter.notice(&text);
         trainer.stop_workers()?;
         return Ok(FinishReason::Done);

@@ -2,7 +2,9 @@
 
 use crate::common::cli_fixture::CliFixture;
 use finetune::telemetry::Event;
+use serde_json::Value;
 use std::fs;
+use std::str::FromStr;
 
 /// A line that trains on `data`: 840 tokens of `text.txt` are 24 rows, or three steps per epoch.
 fn training(name: &str, data: &str) -> String {
@@ -38,6 +40,17 @@ fn validation_data_is_a_share_of_the_text_or_nothing() {
     assert!(data.ends_with("840 tokens to train on, 0 to validate"), "{data}");
     let (_, _, err) = fixture.output("--resume checkpoints/none --plain");
     assert!(err.contains("nothing is left to do"), "{err}");
+    // Regression: a run that was killed before its end was logged had none forever.
+    let log = fixture.run("none").join("events.jsonl");
+    let lines = std::fs::read_to_string(&log).unwrap();
+    let finished = lines.lines().next_back().unwrap();
+    std::fs::write(&log, lines.replace(&format!("{finished}\n"), "")).unwrap();
+    fixture.said("--resume checkpoints/none --plain");
+    let [before, after] = [&lines, &std::fs::read_to_string(&log).unwrap()].map(|log| {
+        let end = Value::from_str(log.lines().next_back().unwrap()).unwrap();
+        ["event", "reason", "step", "loss", "checkpoint"].map(|key| end[key].clone())
+    });
+    assert_eq!(before, after);
     assert!(
         fixture
             .said("data stats --model model --seq-len 32 --data text.txt --val none")

@@ -56,7 +56,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let mut from = 0;
     let config = if let Some(run) = &args.like {
         reporter.begin("reading the run");
-        folder = run_folder(run, args.config.runs())?;
+        folder = run_folder(run, &args.config.runs())?;
         recorded = RecordedRun::read(&folder.join("events.jsonl"))?;
         let possible = |step: &u64| {
             recorded.steps.contains_key(&(step + 1)) && folder.join(CheckpointKind::Full.directory(*step)).exists()

@@ -101,12 +101,17 @@ impl ConfigArgs {
         Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: false })
     }
 
-    /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
-    pub(crate) fn resolve_for_resume(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
+    /// Rejects a configuration file for a resumed run.
+    pub(crate) fn check_resume(&self) -> Result<()> {
         if self.config.is_some() {
             let message = "a resumed run uses its own configuration; make changes with flags or --set";
             return Err(Error::config("--config", message));
         }
+        Ok(())
+    }
+
+    /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
+    pub(crate) fn resolve_for_resume(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
         let config = self.resolve_from_run(folder)?;
         let changes = config.check_resumable(&Self::default().resolve_from_run(folder)?)?;
         Ok((config, changes))
@@ -124,18 +129,20 @@ impl ConfigArgs {
         Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: true })
     }
 
-    /// The value of a key whose flag was given.
-    pub(crate) fn given(&self, key: &str) -> Option<&toml::Value> {
-        self.flags.0.get(key)
+    /// The value of a key that was given by its flag or by `--set`.
+    pub(crate) fn given(&self, key: &str) -> Option<toml::Value> {
+        let overrides = self.overrides().unwrap_or_default();
+        overrides.into_iter().rev().find(|(given, _)| given == key).map(|(_, value)| value)
     }
 
     /// The folder of all runs.
-    pub(crate) fn runs(&self) -> &Path {
-        Path::new(self.given("checkpoint.dir").and_then(toml::Value::as_str).unwrap_or("checkpoints"))
+    pub(crate) fn runs(&self) -> PathBuf {
+        let given = self.given("checkpoint.dir");
+        given.as_ref().and_then(toml::Value::as_str).unwrap_or("checkpoints").into()
     }
 
     pub(crate) fn steps(&self) -> Option<i64> {
-        self.given("train.steps").and_then(toml::Value::as_integer)
+        self.given("train.steps").and_then(|steps| steps.as_integer())
     }
 
     fn overrides(&self) -> Result<Vec<(String, toml::Value)>> {

@@ -150,6 +150,7 @@ fn resolve(args: &TrainArgs, reporter: &Reporter) -> Result<(Config, Option<Resu
         let config = Config { folder, ..args.config.resolve()? };
         return Ok((if args.find_lr { config.for_range_test()? } else { config }, None));
     };
+    args.config.check_resume()?;
     let mut resumed = find(path.as_deref(), args, reporter)?;
     let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
     resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
@@ -265,12 +266,13 @@ pub(crate) fn thread_pool(config: &Config, sharers: usize) -> Result<rayon::Thre
 
 fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Resumed> {
     reporter.report(SetupEvent::Phase("verifying the checkpoint".into()));
-    let named = args.config.given("checkpoint.run").and_then(toml::Value::as_str);
+    let named = args.config.given("checkpoint.run");
+    let named = named.as_ref().and_then(toml::Value::as_str);
     if let (Some(run), Some(name)) = (run, named) {
-        let message = format!("`--resume {}` already selects the run; remove `--run {name}`", run.display());
-        return Err(Error::config("--run", message));
+        let message = format!("`--resume {}` already selects the run; remove the name `{name}`", run.display());
+        return Err(Error::config("checkpoint.run", message));
     }
-    let dir = args.config.runs();
+    let dir = &args.config.runs();
     let path = run.map(|run| run_or_path(run, dir, is_run_or_step));
     let path = path.as_deref();
     let step = path.filter(|path| is_step(path));

@@ -165,7 +165,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     reporter.begin("reading the run");
     let subject = match run {
         file if file.is_file() => Subject::of_claim(file)?,
-        run => Subject::of_run(run_folder(run, args.config.runs())?)?,
+        run => Subject::of_run(run_folder(run, &args.config.runs())?)?,
     };
     let steps @ [from, to] = subject.steps(args)?;
     let config = match subject.config.clone().or_else(|| subject.recorded.config_after(from)) {
@@ -249,7 +249,7 @@ const STEPS: u64 = 100;
 /// Trains a configuration with and without an interruption, and prints the result.
 fn verify_configuration(args: &VerifyArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let config = match &args.like {
-        Some(run) => args.config.resolve_from_run(&run_folder(run, args.config.runs())?)?,
+        Some(run) => args.config.resolve_from_run(&run_folder(run, &args.config.runs())?)?,
         None => args.config.resolve()?,
     };
     let steps = args.config.steps().map_or(STEPS, |steps| steps.max(0) as u64);

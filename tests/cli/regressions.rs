@@ -359,6 +359,20 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     assert_eq!(fixture.steps("second").len(), 3);
 }
 
+/// Regression: a run's folder and name, and the steps of `verify`, were read from their flags only.
+#[test]
+fn set_gives_the_same_settings_as_flags() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("r", "--data text.txt --steps 2 --set checkpoint.dir=runs"));
+    let resume = "--resume --plain --set checkpoint.dir=runs";
+    assert!(fixture.said(&format!("{resume} --steps 3")).contains("finished reason=done step=3"));
+    let named = "--resume r --set checkpoint.dir=runs --set checkpoint.run=other";
+    fixture.assert_refused(named, &["checkpoint.run: `--resume r` already selects the run"]);
+    fixture.assert_refused("--resume --config a.toml", &["--config: a resumed run uses its own configuration"]);
+    let proof = fixture.said("verify --model model --data text.txt --seq-len 8 --batch-size 1 --set train.steps=4");
+    assert!(proof.starts_with("bit-identical: 4 steps against 2"), "{proof}");
+}
+
 #[test]
 fn n12_three_quick_interrupts_save_and_say_so() {
     let fixture = CliFixture::new();

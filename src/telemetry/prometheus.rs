@@ -25,7 +25,6 @@ const REQUEST: usize = 8192;
 #[derive(Debug)]
 pub struct Prometheus {
     newest: Arc<Mutex<Newest>>,
-    address: SocketAddr,
 }
 
 /// The newest values of [`FIGURES`].
@@ -54,13 +53,15 @@ const FIGURES: [(&str, &str, &str); 14] = [
 ];
 
 impl Prometheus {
-    /// Listens on an address; port 0 picks a free port. Fails if the address is in use or not permitted.
+    /// Listens on an address. Fails if it is in use or not permitted.
     pub fn listen(address: SocketAddr) -> Result<Self> {
         let refused = |error: std::io::Error| {
             Error::config("--metrics-port", format!("cannot listen on {address}: {error}; choose a different port"))
         };
-        let listener = TcpListener::bind(address).map_err(refused)?;
-        let address = listener.local_addr().map_err(refused)?;
+        TcpListener::bind(address).and_then(Self::serve).map_err(refused)
+    }
+
+    fn serve(listener: TcpListener) -> std::io::Result<Self> {
         let newest = Arc::new(Mutex::new(Newest::default()));
         let shared = Arc::clone(&newest);
         let answer_all = move || {
@@ -78,13 +79,8 @@ impl Prometheus {
                 let _ = thread::Builder::new().name("metrics".into()).spawn(move || answer(client, &shared));
             }
         };
-        thread::Builder::new().name("metrics".into()).spawn(answer_all).map_err(refused)?;
-        Ok(Self { newest, address })
-    }
-
-    /// The address it listens on.
-    pub fn address(&self) -> SocketAddr {
-        self.address
+        thread::Builder::new().name("metrics".into()).spawn(answer_all)?;
+        Ok(Self { newest })
     }
 }
 
@@ -191,10 +187,15 @@ mod tests {
         answer
     }
 
+    fn serve() -> (Prometheus, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        (Prometheus::serve(listener).unwrap(), address)
+    }
+
     #[test]
     fn the_newest_figures_are_served_and_other_requests_rejected() {
-        let mut server = Prometheus::listen("127.0.0.1:0".parse().unwrap()).unwrap();
-        let address = server.address();
+        let (mut server, address) = serve();
         let empty = ask(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(empty.starts_with("HTTP/1.1 200 OK\r\n") && empty.ends_with("\r\n\r\n"), "{empty}");
         let started = Started { run: "a\"b\n\u{1b}\u{202e}".into(), total_steps: 600, ..Started::default() };
@@ -225,8 +226,7 @@ mod tests {
 
     #[test]
     fn clients_that_dawdle_send_garbage_or_come_in_thousands_keep_none_waiting() {
-        let server = Prometheus::listen("127.0.0.1:0".parse().unwrap()).unwrap();
-        let address = server.address();
+        let (server, address) = serve();
         let garbage = |bytes: &[u8]| {
             let mut client = TcpStream::connect(address).unwrap();
             let _ = client.write_all(bytes);

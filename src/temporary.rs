@@ -2,6 +2,7 @@
 
 use crate::{Error, Result, untrusted};
 use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::{Builder, NamedTempFile, TempDir};
@@ -28,7 +29,11 @@ pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<Fil
 
 /// Like [`folder`], next to `target`, for writing it before [`publish`].
 pub(crate) fn staging_folder(target: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
-    folder(target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")), prefix)
+    folder(parent(target), prefix)
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Moves the files in `folder` to their destinations, in this order, so that visible files are complete.
@@ -38,6 +43,47 @@ pub(crate) fn publish(folder: &TempDir, files: &[PathBuf]) -> Result<()> {
         std::fs::rename(&written, file).map_err(Error::io("create", file))?;
     }
     Ok(())
+}
+
+/// A file that appears, or replaces an older one, when it is complete. Pipes and devices are written directly.
+#[derive(Debug)]
+pub(crate) struct OutputFile {
+    path: PathBuf,
+    out: BufWriter<File>,
+    /// The folder that holds it until it is complete, and the folder's lock.
+    staging: Option<(TempDir, Option<File>)>,
+}
+
+impl OutputFile {
+    /// Creates the file; follows links.
+    pub(crate) fn create(path: &Path) -> Result<Self> {
+        let linked = path.is_symlink().then(|| path.canonicalize().ok()).flatten();
+        let path = linked.unwrap_or_else(|| path.to_path_buf());
+        let is_special = path.metadata().is_ok_and(|metadata| !metadata.is_file());
+        parent(&path).metadata().map_err(Error::io("write", &path))?;
+        let staging = if is_special { None } else { Some(staging_folder(&path, ".output-")?) };
+        let name = path.file_name().unwrap_or_default();
+        let written = staging.as_ref().map_or_else(|| path.clone(), |(folder, _)| folder.path().join(name));
+        let out = BufWriter::new(File::create(written).map_err(Error::io("write", &path))?);
+        Ok(Self { path, out, staging })
+    }
+
+    /// Writes the whole file.
+    pub(crate) fn write(mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(Error::io("write", &self.path))?;
+        self.finish()
+    }
+
+    /// Writes the whole file with `fill`.
+    pub(crate) fn write_with(mut self, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+        fill(&mut self.out)?;
+        self.finish()
+    }
+
+    fn finish(mut self) -> Result<()> {
+        self.out.flush().map_err(Error::io("write", &self.path))?;
+        self.staging.map_or(Ok(()), |(folder, _)| publish(&folder, &[self.path]))
+    }
 }
 
 /// Whether the crate `tempfile` gives this name to a file without a prefix.
@@ -87,6 +133,24 @@ mod tests {
         sweep_older_than(path, Duration::ZERO, ours);
         assert!(kept.path().exists() && kept_folder.path().exists() && path.join("other.a-").exists());
         assert_eq!(names(), 3);
+    }
+
+    #[test]
+    fn an_output_file_is_replaced_when_it_is_complete() {
+        let root = tempfile::tempdir().unwrap();
+        let [file, link] = ["file", "link"].map(|name| root.path().join(name));
+        std::fs::write(&file, "earlier").unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        let full =
+            |out: &mut dyn Write| out.write_all(b"half").map_err(Error::stdout).and(Err(Error::data("", "full")));
+        OutputFile::create(&link).unwrap().write_with(full).unwrap_err();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "earlier");
+        OutputFile::create(&link).unwrap().write(b"new").unwrap();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "new");
+        assert!(link.is_symlink());
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 2);
+        OutputFile::create(Path::new("/dev/null")).unwrap().write(b"new").unwrap();
+        OutputFile::create(Path::new("/dev/full")).unwrap().write(b"new").unwrap_err();
     }
 
     #[test]

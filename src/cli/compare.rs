@@ -2,7 +2,7 @@
 
 use crate::cli::lab::{page_width, terminal_width};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::compare::{Comparison, RunSummary};
 use crate::{Error, Result};
 use clap::Args;
@@ -46,9 +46,7 @@ fn positive(text: &str) -> Result<f64, String> {
 /// Reads the runs and writes the comparison.
 pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let logs: Vec<_> = args.runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?;
-    if let Some(file) = &args.html {
-        check_output("--html", file, &logs)?;
-    }
+    let html = args.html.as_ref().map(|file| output_file("--html", file, &logs)).transpose()?;
     let reporter = Reporter::start();
     let read = |(run, log): (&PathBuf, &PathBuf)| {
         reporter.activity().begin(&format!("reading `{}`", run.display()));
@@ -57,8 +55,8 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let summaries = args.runs.iter().zip(&logs).map(read).collect::<Result<_>>()?;
     let report = Comparison::new(summaries, args.bound, args.skip_bound)?;
     drop(reporter);
-    if let Some(file) = &args.html {
-        std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
+    if let Some(output) = html {
+        output.write(report.html().as_bytes())?;
     }
     let text = if args.json {
         crate::untrusted::sanitize_lines(&format!("{:#}\n", report.json())).into_owned()

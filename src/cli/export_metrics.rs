@@ -1,7 +1,7 @@
 //! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::precision::UpdateCounts;
 use crate::telemetry::float;
 use crate::telemetry::{Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
@@ -9,7 +9,6 @@ use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::to_string;
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -101,10 +100,9 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
             tensorboard(&log, &folder.clone().unwrap_or_else(beside), out)
         }
         (format, Some(file)) => {
-            check_output("--output", file, std::slice::from_ref(&log))?;
+            let output = output_file("--output", file, std::slice::from_ref(&log))?;
             let _reporter = Reporter::of("reading the log");
-            let created = File::create(file).map_err(Error::io("create", file))?;
-            table(&log, format, &mut BufWriter::new(created), &|error| Error::io("write", file)(error))
+            output.write_with(|out| table(&log, format, out, &|error| Error::io("write", file)(error)))
         }
         (format, None) => table(&log, format, &mut BufWriter::new(out), &Error::stdout),
     }

@@ -1,7 +1,7 @@
 //! `finetune generate`: generates a text and streams it to standard output, or a text for each prompt in a file.
 
 use crate::cli::model::ModelArgs;
-use crate::cli::run_lookup::check_output;
+use crate::cli::run_lookup::output_file;
 use crate::data::{Prompt, PromptRow};
 use crate::engine::model::KvCache;
 use crate::inference::chat::Chat;
@@ -11,14 +11,12 @@ use crate::inference::generate::{
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
 use crate::train::prompts;
-use crate::{Error, Result, temporary};
+use crate::{Error, Result};
 use clap::Args;
 use minijinja::Value;
-use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
-use tempfile::TempDir;
 
 #[derive(Args, Debug)]
 pub(super) struct GenerateArgs {
@@ -110,7 +108,8 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     if args.batch_size == 0 {
         return Err(Error::config("--batch-size", "must be at least 1"));
     }
-    let output = args.output.as_deref().map(output_file).transpose()?;
+    let create = |path| Ok::<_, Error>((path, output_file("--output", path, &[])?));
+    let output = args.output.as_deref().map(create).transpose()?;
     let (trained, reporter) = args.model.model.open()?;
     let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     let ids = encode(&trained, &rows)?;
@@ -143,12 +142,10 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     drop(reporter);
     let lines =
         rows.iter().zip(texts).map(|(row, (text, reason))| line(row, text, reason)).collect::<Result<String>>()?;
-    let Some((path, (work, _lock))) = output else {
+    let Some((path, output)) = output else {
         return out.write_all(lines.as_bytes()).map_err(Error::stdout);
     };
-    let written = work.path().join(path.file_name().unwrap_or_default());
-    std::fs::write(&written, lines).map_err(Error::io("write", &written))?;
-    temporary::publish(&work, &[path.to_path_buf()])?;
+    output.write(lines.as_bytes())?;
     let rate = tokens as f64 / seconds.max(1e-9);
     writeln!(out, "{}: {} texts, {tokens} tokens, {rate:.1} tokens/s", path.display(), rows.len())
         .map_err(Error::stdout)
@@ -188,15 +185,6 @@ fn line(row: &PromptRow, text: String, reason: StopReason) -> Result<String> {
     let new = [("completion".into(), text.into()), ("finish_reason".into(), reason.into())];
     let line = serde_json::to_string(&Value::from_pairs(fields.chain(new)));
     Ok(line.map_err(|error| row.error(&error.to_string()))? + "\n")
-}
-
-/// The file to write, and the folder to write it in first.
-fn output_file(path: &Path) -> Result<(&Path, (TempDir, Option<File>))> {
-    if path.is_dir() || path.file_name().is_none() {
-        return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
-    }
-    check_output("--output", path, &[])?;
-    Ok((path, temporary::staging_folder(path, ".generate-")?))
 }
 
 /// Writes and flushes; `false` if the reader has closed the pipe.

@@ -1,7 +1,7 @@
 //! `finetune report`: reports a run as one HTML page.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::{Error, Result, report};
 use clap::Args;
 use std::io::Write;
@@ -22,9 +22,9 @@ pub(crate) struct ReportArgs {
 pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.runs_dir.path)?;
     let file = args.output.clone().unwrap_or_else(|| log.with_file_name("report.html"));
-    check_output("--output", &file, std::slice::from_ref(&log))?;
+    let output = output_file("--output", &file, std::slice::from_ref(&log))?;
     let reporter = Reporter::of("reading the log");
-    std::fs::write(&file, report::page(&log)?).map_err(Error::io("write", &file))?;
+    output.write(report::page(&log)?.as_bytes())?;
     drop(reporter);
     writeln!(out, "wrote {}", file.display()).map_err(Error::stdout)
 }

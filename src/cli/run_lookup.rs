@@ -3,6 +3,7 @@
 use crate::data::{closest_match, names_in};
 use crate::store::adapter::AdapterFolder;
 use crate::store::checkpoint::{CheckpointKind, Run};
+use crate::temporary::OutputFile;
 use crate::untrusted::same_file;
 use crate::{Error, Result};
 use clap::Args;
@@ -96,6 +97,15 @@ pub(super) fn check_output(flag: &str, file: &Path, logs: &[PathBuf]) -> Result<
         return Err(Error::config(flag, message));
     }
     Ok(())
+}
+
+/// The file to write for `flag`, after [`check_output`].
+pub(super) fn output_file(flag: &str, file: &Path, logs: &[PathBuf]) -> Result<OutputFile> {
+    check_output(flag, file, logs)?;
+    if file.is_dir() || file.file_name().is_none() {
+        return Err(Error::config(flag, format!("`{}` is not the name of a file", file.display())));
+    }
+    OutputFile::create(file)
 }
 
 /// The most recently written events file of all runs, even of a run without a checkpoint.

@@ -3,13 +3,14 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{check_output, run_folder};
+use crate::cli::run_lookup::{output_file, run_folder};
 use crate::cli::train::thread_pool;
 use crate::digest::read_at_most;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::Isa;
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, check_proofs, logged_checkpoints};
 use crate::telemetry::CheckpointSaved;
+use crate::temporary::OutputFile;
 use crate::train::{Config, RecordedRun, RunStart, Trainer, verify_resume};
 use crate::{Error, Result, temporary};
 use clap::Args;
@@ -158,9 +159,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         args.check_configuration_flags()?;
         return verify_configuration(args, out);
     };
-    if let Some(file) = &args.claim {
-        check_output("--claim", file, &[])?;
-    }
+    let claim = args.claim.as_ref().map(|file| output_file("--claim", file, &[])).transpose()?;
     let reporter = Reporter::start();
     reporter.begin("reading the run");
     let subject = match run {
@@ -184,7 +183,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     }
     let group = &args.processes.start(group, &config)?;
     let difference = thread_pool(&config, group.core_sharers())?
-        .install(|| repeat(&subject, config, steps, group, args.claim.as_deref(), &reporter))?;
+        .install(|| repeat(&subject, config, steps, group, claim, &reporter))?;
     drop(reporter);
     let summary = match difference {
         Some(_) => "the run".into(),
@@ -193,13 +192,13 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     report(difference.as_slice(), &summary, out)
 }
 
-/// Repeats the steps and returns the first difference. If there is none, writes a claim to the file `to_write`.
+/// Repeats the steps and returns the first difference. If there is none, writes a claim to `claim`.
 fn repeat(
     subject: &Subject,
     config: Config,
     [from, to]: [u64; 2],
     group: &Arc<dyn ProcessGroup>,
-    to_write: Option<&Path>,
+    claim: Option<OutputFile>,
     reporter: &Reporter,
 ) -> Result<Option<String>> {
     let Subject { folder, recorded, .. } = subject;
@@ -210,7 +209,7 @@ fn repeat(
     processes::start_workers(&trainer, checkpoint.as_ref(), &**group)?;
     let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
     trainer.stop_workers()?;
-    if let Some(path) = to_write
+    if let Some(output) = claim
         && difference.is_none()
     {
         let claim = Claim {
@@ -224,7 +223,7 @@ fn repeat(
             checkpoints: recorded.checkpoints.values().cloned().collect(),
         };
         let text = serde_json::to_string_pretty(&claim).map_err(|error| Error::data("a claim", error.to_string()))?;
-        std::fs::write(path, text + "\n").map_err(Error::io("write", path))?;
+        output.write((text + "\n").as_bytes())?;
     }
     Ok(difference)
 }

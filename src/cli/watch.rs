@@ -1,7 +1,7 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::cli::runs::LOG_END;
 use crate::cli::show::ThemeArgs;
 use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
@@ -53,10 +53,10 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     };
     for (flag, file, format) in [("--svg", &args.svg, ImageFormat::Svg), ("--png", &args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
-        check_output(flag, file, &logs)?;
+        let output = output_file(flag, file, &logs)?;
         let _reporter = Reporter::of("reading the log");
         let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme(), format)?;
-        return std::fs::write(file, picture).map_err(Error::io("write", file));
+        return output.write(&picture);
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
         return Err(Error::config("--speed", "must be above 0, such as 10"));

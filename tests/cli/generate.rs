@@ -371,7 +371,7 @@ fn a_file_of_prompts_gives_a_line_for_each_in_order() {
     }
     assert_eq!(std::fs::read_to_string(desk.path("out.jsonl")).unwrap(), written);
     let left = std::fs::read_dir(desk.folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    assert!(!left.into_iter().any(|name| name.starts_with(".generate-")), "a folder was left");
+    assert!(!left.into_iter().any(|name| name.starts_with(".output-")), "a folder was left");
 }
 
 #[test]

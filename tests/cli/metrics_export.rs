@@ -4,12 +4,14 @@
 //! `FINETUNE_PYTHON`) that test prints a message and passes; under CI it fails.
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use crate::common::python::{python_with, run_script};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::process::{Command, Stdio};
 
 /// A short run called `t`, whose first loss scale is too high.
 const RUN: &str = "--run t --batch-size 2 --seq-len 8 --threads 1 --plain --save-every 10 --eval-every 10 --sample-every 10 \
@@ -65,6 +67,23 @@ fn item_16_figures_are_exported_as_tables() {
         fixture.assert_refused(line, &[flag, "is a run's own file, which would be lost"]);
     }
     assert_eq!(fixture.steps("t").len(), steps.len());
+
+    // Regression: an output that did not fit replaced the earlier one.
+    for line in [
+        "export-metrics t --output earlier",
+        "report t --output earlier",
+        "watch t --svg earlier",
+        "compare t copy --html earlier",
+    ] {
+        fixture.write("earlier", "complete");
+        let mut limited = Command::new("sh");
+        let program = fixture.command(line);
+        limited.args(["-c", "trap '' XFSZ; ulimit -f 1; exec \"$@\"", "sh"]).arg(program.get_program());
+        limited.args(program.get_args()).current_dir(fixture.folder());
+        let (code, _, err) = launch::finish(limited.stdout(Stdio::piped()).stderr(Stdio::piped()));
+        assert!(code == Some(1) && err.contains("cannot write"), "{line}: {code:?}, {err}");
+        assert_eq!(std::fs::read_to_string(fixture.path("earlier")).unwrap(), "complete", "{line}");
+    }
 }
 
 #[test]

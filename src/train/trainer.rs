@@ -93,6 +93,8 @@ struct LoopState {
     validation: Option<Best>,
     best: Option<Best>,
     early_stopping_counter: u64,
+    /// Whether early stopping ended the run at the checkpoint that it is resumed from.
+    stopped_early: bool,
     /// Steps attempted minus those that the data seen so far takes with the current batch size, since it last changed.
     extra_steps: i64,
     sampled_at: Option<u64>,
@@ -358,6 +360,9 @@ impl Trainer {
         self.progress.best = state.best;
         self.progress.validation = state.validation_loss.map(|loss| Best { step: state.step, loss });
         self.progress.early_stopping_counter = state.early_stopping_counter;
+        let planned = state.schedule.get("total_steps").and_then(Value::as_u64).unwrap_or(0);
+        let evaluated = state.validation_loss.is_some() && state.step < planned;
+        self.progress.stopped_early = evaluated && self.is_early_stopping_due();
         self.progress.saved_at = Some(state.step);
         self.progress.resumed = Some(state.clone());
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
@@ -392,9 +397,13 @@ impl Trainer {
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());
     }
 
-    /// A notice that a resumed run has neither a step nor an evaluation left, and how to continue it; `None` otherwise.
+    /// A notice that a resumed run has stopped early, or has neither a step nor an evaluation left, and how to continue it.
     pub fn nothing_left(&self) -> Option<String> {
         let RunEnd { step, total_steps, length: (flag, now), .. } = self.end();
+        if self.progress.stopped_early {
+            let text = "nothing is left to do: the run stopped early at step";
+            return Some(format!("{text} {step}; continue it with `--early-stopping 0`"));
+        }
         let evaluated = self.eval.is_empty() || self.progress.validation.is_some_and(|last| last.step == step);
         (evaluated && step == total_steps).then(|| {
             format!(
@@ -474,8 +483,8 @@ impl Trainer {
 
     fn steps(&mut self) -> Result<FinishReason> {
         let mut probe = false;
-        let mut reason = FinishReason::Done;
-        while self.engine.state.counters.step < self.total_steps {
+        let mut reason = if self.progress.stopped_early { FinishReason::EarlyStopped } else { FinishReason::Done };
+        while reason == FinishReason::Done && self.engine.state.counters.step < self.total_steps {
             if let Some(reason) = self.serve_commands(&mut probe)? {
                 return Ok(reason);
             }

@@ -150,6 +150,16 @@ fn n6_the_best_checkpoint_is_kept_and_used() {
     let worse = "--data text.txt --steps 40 --eval-every 2 --lr 0.3 --schedule constant --warmup-steps 4 --keep-last 1";
     let lines = fixture.said(&training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
     assert!(lines.contains("finished reason=early_stopped"), "{lines}");
+    // Regression: a run that was resumed after it had stopped trained further.
+    let log = fixture.run("r").join("events.jsonl");
+    let before = std::fs::read_to_string(&log).unwrap();
+    let (_, _, said) = fixture.output("--resume r --plain");
+    assert!(said.contains("the run stopped early at step 22; continue it with `--early-stopping 0`"), "{said}");
+    assert_eq!(std::fs::read_to_string(&log).unwrap(), before);
+    let killed = before.trim_end().rfind('\n').unwrap() + 1;
+    std::fs::write(&log, &before[..killed]).unwrap();
+    let lines = fixture.said("--resume r --plain");
+    assert!(lines.contains("finished reason=early_stopped step=22 ") && !lines.contains("step=23/"), "{lines}");
     let evals = of_kind!(fixture.events("r"), Event::Eval).map(|eval| (eval.step, eval.loss));
     let (best, loss) = evals.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     let listed = fixture.said("checkpoint list r");

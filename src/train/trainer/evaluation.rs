@@ -66,8 +66,12 @@ impl Trainer {
             self.progress.saved_at = None;
             self.schedule_save()?;
         }
+        Ok(self.is_early_stopping_due())
+    }
+
+    pub(super) fn is_early_stopping_due(&self) -> bool {
         let patience = self.config.train.early_stopping;
-        Ok(patience > 0 && self.progress.early_stopping_counter >= patience)
+        patience > 0 && self.progress.early_stopping_counter >= patience
     }
 
     pub(super) fn sample(&mut self) {

@@ -199,6 +199,7 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
         "File too large (os error 27); training continues",
         "trying again for 1 s",
         "could not be written within 1 s; only its weights were saved, in",
+        "once the folder can be written, continue with `--resume`",
     ] {
         assert!(said.contains(text), "{text}: {said}");
     }

@@ -206,7 +206,10 @@ impl Trainer {
                     Err(error) => format!("saving only the weights failed too: {error}"),
                 };
                 let seconds = limit.as_secs();
-                self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"));
+                self.warn(format!(
+                    "the checkpoint of step {step} could not be written within {seconds} s; {weights}; once the folder can be \
+                     written, continue with `--resume`"
+                ));
                 return Err(error);
             }
             if !std::mem::replace(&mut warned, true) {

@@ -7,7 +7,7 @@ use crate::{Error, Result, temporary, untrusted};
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
-use std::io::{Read, Write as _};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tempfile::NamedTempFile;
@@ -394,8 +394,7 @@ impl Document {
 /// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
 fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Files> {
     let mut spool = temporary::file(&std::env::temp_dir(), SPOOL_PREFIX)?;
-    let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
-        .and_then(|copied| spool.flush().map(|()| copied))
+    let copied = std::io::copy(&mut from.take(MAX_SPOOL), spool.as_file_mut())
         .map_err(Error::io("copy the text to", spool.path()))?;
     if copied == MAX_SPOOL {
         return Err(Error::data(origin, "the pipe delivered more than 64 GiB; use a file instead"));

@@ -205,6 +205,14 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
     }
 }
 
+/// Regression: the message named the file twice.
+#[test]
+fn text_that_does_not_fit_into_the_temporary_folder_is_reported() {
+    let said = finetune(&CliFixture::in_memory(), "ulimit -f 1", "data stats --data sums", 1);
+    assert!(said.contains("error: cannot copy the text to `") && said.contains("`: File too large"), "{said}");
+    assert_eq!(said.matches(".finetune-text-").count(), 1, "{said}");
+}
+
 /// Starts a long run, and sends it `signal` once it trains.
 fn interrupted_by(before: &str, signal: &str) -> (CliFixture, Option<i32>) {
     let fixture = CliFixture::in_memory();

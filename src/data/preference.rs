@@ -195,13 +195,12 @@ pub(super) fn pair(row: &Value, prompt: &str, variables: Option<&Value>) -> Resu
     Ok(Some(pair))
 }
 
-/// The label of an answer: whether it is good. Tables have it as text.
+/// The label of an answer: whether it is good. Tables have it as text, and some data sets as a number.
 pub(super) fn label(row: &Value) -> Result<bool, String> {
     let value = field(row, "label").ok_or("`label` is missing or null")?;
-    match value.as_str().map(str::to_ascii_lowercase).as_deref() {
-        Some("true") => Ok(true),
-        Some("false") => Ok(false),
-        None if value.kind() == ValueKind::Bool => Ok(value.is_true()),
+    match value.to_string().to_ascii_lowercase().as_str() {
+        "true" | "1" | "1.0" => Ok(true),
+        "false" | "0" | "0.0" => Ok(false),
         _ => Err(format!("`label` must be true or false, but is {value}")),
     }
 }
@@ -314,10 +313,15 @@ mod tests {
 
     #[test]
     fn labels_and_weights_are_read_from_tables_too() {
-        for (text, good) in [("true", true), ("false", false), ("\"True\"", true), ("\"FALSE\"", false)] {
-            assert_eq!(label(&row(&format!("{{\"label\": {text}}}"))), Ok(good));
+        for good in ["true", "\"True\"", "1", "\"1\"", "1.0"] {
+            assert_eq!(label(&row(&format!("{{\"label\": {good}}}"))), Ok(true), "{good}");
         }
-        assert!(label(&row(r#"{"label": 3}"#)).unwrap_err().contains("but is 3"));
+        for bad in ["false", "\"FALSE\"", "0", "\"0\"", "0.0"] {
+            assert_eq!(label(&row(&format!("{{\"label\": {bad}}}"))), Ok(false), "{bad}");
+        }
+        for other in ["3", "-1", "0.5", "[1]", "\"\""] {
+            assert!(label(&row(&format!("{{\"label\": {other}}}"))).unwrap_err().contains("but is"), "{other}");
+        }
         for (text, expected) in [("2", 2.0), ("\"0.5\"", 0.5), ("0", 0.0)] {
             assert_eq!(weight(&row(&format!("{{\"weight\": {text}}}"))), Ok(Some(expected)));
         }

@@ -460,7 +460,7 @@ fn sample_weight(sequence: &Sequence) -> f32 {
     if let SequenceRole::Weighted(weight) = sequence.role { weight } else { 1.0 }
 }
 
-/// Each prompt of a batch with the completion of the next sequence, as far as it fits into the row.
+/// Each prompt of a batch with the completion of the sequence before it, as in TRL, as far as it fits into the row.
 fn mismatched(batch: &Batch) -> Batch {
     let mut out = Batch { sequences: Vec::with_capacity(batch.sequences.len()), ..batch.clone() };
     out.inputs.fill(0);
@@ -468,8 +468,8 @@ fn mismatched(batch: &Batch) -> Batch {
     let first_target =
         |it: &Sequence| it.labels.clone().find(|&at| batch.labels[at] != IGNORE_INDEX).unwrap_or(it.labels.end - 1);
     // A completion of another prompt has a number beyond those of the data.
-    for (at, prompt) in batch.sequences.iter().enumerate() {
-        let other = &batch.sequences[(at + 1) % batch.sequences.len()];
+    let others = batch.sequences.last().into_iter().chain(&batch.sequences);
+    for (prompt, other) in batch.sequences.iter().zip(others) {
         let row = prompt.labels.start;
         let first = first_target(prompt);
         let room = batch.seq_len - (first - row) % batch.seq_len;

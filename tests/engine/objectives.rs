@@ -340,8 +340,9 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
             sequence.role = if row % 2 == 0 { SequenceRole::Desirable } else { SequenceRole::Undesirable };
         }
         let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
-        for (row, logp) in (0..).zip(&model.kto.references) {
-            reference.insert(Split::Train, ((row + 1) << 32) | ((row + 1) % batch.batch_size as u64), *logp);
+        let last = batch.batch_size as u64 - 1;
+        for (row, logp) in (0_u64..).zip(&model.kto.references) {
+            reference.insert(Split::Train, ((row + 1) << 32) | row.checked_sub(1).unwrap_or(last), *logp);
         }
         let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
         let settings = ObjectiveSection { kind: ObjectiveKind::Kto, ..ObjectiveSection::default() };

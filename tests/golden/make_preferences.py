@@ -154,12 +154,12 @@ def main():
                            "accuracy": (rewards[:, 0] > rewards[:, 1]).double().mean().item()}
             for parameter, value in model.named_parameters():
                 tensors[f"{name}/{kind}/{short(parameter)}"] = value.grad.float().contiguous()
-        # KTO: the same rows as single answers, good and bad in turn. Each prompt with the next row's answer, as far as it fits into the
-        # batch, gives the estimate of the divergence.
+        # KTO: the same rows as single answers, good and bad in turn. Each prompt with the previous row's answer, as far as it fits into
+        # the batch, gives the estimate of the divergence.
         model.zero_grad()
         rows = [(prompt, answer) for prompt, chosen, rejected in samples for answer in (chosen, rejected)]
         room = [inputs.shape[1] - len(prompt) + 1 for prompt, _ in rows]
-        others = [(prompt, rows[(row + 1) % len(rows)][1][: room[row]]) for row, (prompt, _) in enumerate(rows)]
+        others = [(prompt, rows[row - 1][1][: room[row]]) for row, (prompt, _) in enumerate(rows)]
         others = [(a[0], a[1], b[1]) if a[0] == b[0] else None for a, b in zip(others[::2], others[1::2])]
         with torch.no_grad():
             policy = sequence_logps(model, *padded(others))[0].flatten()

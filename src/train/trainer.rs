@@ -12,6 +12,7 @@ pub use find_lr::LrRangeTest;
 pub(super) use processes::on_leader;
 use processes::{Heartbeat, LeaderMessage, ThroughputMeter};
 pub use processes::{RunStart, with_heartbeat};
+use rollouts::RolloutLog;
 
 use crate::data::{
     Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
@@ -60,7 +61,7 @@ pub struct Trainer {
     sampler: Option<Sampler>,
     /// The source of completions, if the objective samples them.
     rollouts: Option<Rollouts>,
-    rollout_log: Option<std::fs::File>,
+    rollout_log: RolloutLog,
     fingerprint: Fingerprint,
     base: Option<Base>,
     /// The digest of the reference's weights, if there is a reference besides this base.
@@ -241,7 +242,7 @@ impl Trainer {
             aux_files,
             sampler,
             rollouts,
-            rollout_log: None,
+            rollout_log: RolloutLog::default(),
             reference_sha256: None,
             engine,
             loader,

@@ -338,6 +338,13 @@ fn a_run_survives_a_reward_program_that_fails() {
     launch::succeed(desk.command(&resume).current_dir(desk.path("elsewhere")));
     assert_eq!(desk.steps("sums").last().unwrap().step, 7);
     desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
+    // A log that cannot be written costs a warning, not one per step.
+    let log = desk.run("sums").join("rollouts.jsonl");
+    fs::remove_file(&log).unwrap();
+    fs::create_dir(&log).unwrap();
+    desk.said("--resume sums --steps 10 --plain");
+    let about_log = |event: &Event| matches!(event, Event::Warning(it) if it.message.contains("rollouts.jsonl"));
+    assert_eq!(desk.events("sums").iter().filter(|event| about_log(event)).count(), 1);
     desk.assert_refused("--data sums --reward exact --plain", &["--objective grpo"]);
     desk.assert_refused(
         "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",

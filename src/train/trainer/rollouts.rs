@@ -12,6 +12,13 @@ use std::path::Path;
 /// The file in the run's folder.
 const FILE: &str = "rollouts.jsonl";
 
+/// The open file, and the reason why the last completions are not in it.
+#[derive(Debug, Default)]
+pub(super) struct RolloutLog {
+    file: Option<File>,
+    failure: Option<String>,
+}
+
 impl Trainer {
     /// Replaces the prompts of the step that begins at `cursor` by completions, if the objective samples them.
     pub(super) fn sample_completions(&mut self, cursor: DataPosition) -> Result<()> {
@@ -25,9 +32,11 @@ impl Trainer {
         let batches = &mut self.micro_batches[..count];
         match rollouts.sample(&mut self.engine, &self.tokenizer, batches, rows) {
             Ok(records) => {
-                if let Err(error) = self.log_rollouts(&records) {
-                    self.warn(format!("the completions of this step are not in `{FILE}`: {error}"));
+                let failure = self.log_rollouts(&records).err().map(|error| error.to_string());
+                if let Some(error) = failure.as_ref().filter(|error| self.rollout_log.failure.as_ref() != Some(error)) {
+                    self.warn(format!("completions are missing in `{FILE}`, starting at this step: {error}"));
                 }
+                self.rollout_log.failure = failure;
                 Ok(())
             }
             Err(error) => {
@@ -57,7 +66,7 @@ impl Trainer {
         let Some(run) = self.run.as_ref().filter(|_| self.engine.group.is_leader()) else { return Ok(()) };
         let path = run.path().join(FILE);
         let failed = || Error::io("write", &path);
-        let mut file = match self.rollout_log.take() {
+        let mut file = match self.rollout_log.file.take() {
             Some(file) => file,
             None => open(&path, self.engine.state.counters.step).map_err(failed())?,
         };
@@ -67,7 +76,7 @@ impl Trainer {
             lines.push('\n');
         }
         file.write_all(lines.as_bytes()).map_err(failed())?;
-        self.rollout_log = Some(file);
+        self.rollout_log.file = Some(file);
         Ok(())
     }
 }

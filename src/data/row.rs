@@ -17,6 +17,7 @@ use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
 use super::fields::{self, field, json_type};
 use super::format::{DataFormat, EXPECTED_FIELDS};
+use super::jinja_python::entries;
 use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
 use super::samples::SampleKind;
@@ -422,8 +423,10 @@ impl<'a> RowReader<'a> {
                 let [there, missing] = if has(&[first]) { [first, second] } else { [second, first] };
                 return format!("has `{there}`, but `{missing}` is missing or null");
             }
-            let names: Vec<String> =
-                row.try_iter().into_iter().flatten().take(12).map(|name| format!("`{name}`")).collect();
+            let named = |(name, value): (Value, Value)| {
+                format!("`{name}`{}", if value.is_none() { ", which is null" } else { "" })
+            };
+            let names: Vec<String> = entries(row).take(12).map(named).collect();
             let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
             format!("its fields are {names}; {EXPECTED_FIELDS}")
         })

@@ -39,6 +39,9 @@ pub struct Dataset {
     /// Average bytes of text per validation token. For a held-out tail it is exact if tokens are bytes, as in
     /// byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
+    /// The rows of the training data and of the validation data, each before the split and only if
+    /// [`DatasetOptions::keeps_rows`]; a sequence has the number of its row.
+    pub rows: [Vec<Value>; 2],
     /// The minimum attainable loss in nats per token, if known.
     pub entropy_per_token: Option<f64>,
     /// SHA-256 of tokenizer and text in hexadecimal, which a resumed run must match.
@@ -61,6 +64,8 @@ struct Corpus {
     bytes_per_token: f64,
     /// SHA-256 of tokenizer and content.
     key: String,
+    /// See [`Dataset::rows`].
+    rows: Vec<Value>,
 }
 
 /// Average bytes of text per token that an evaluation predicts; `None` if tokens are not bytes of the text.
@@ -130,14 +135,14 @@ impl<'a> DatasetBuilder<'a> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.bytes_per_token;
         let mut keys = corpus.key;
-        let (train, validation, validation_bytes_per_token) = if let Some(validation) = validation {
+        let (train, validation, validation_bytes_per_token, rows) = if let Some(validation) = validation {
             let validation = self.corpus(validation, tokenizer)?;
             keys += &validation.key;
-            (corpus.tokens, validation.tokens, validation.bytes_per_token)
+            (corpus.tokens, validation.tokens, validation.bytes_per_token, [corpus.rows, validation.rows])
         } else {
             let (train, tail) = corpus.tokens.hold_out(self.held_out);
             let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
-            (train, tail, bytes)
+            (train, tail, bytes, [corpus.rows.clone(), corpus.rows])
         };
         let entropy_per_token =
             (*source == DataSource::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
@@ -146,6 +151,7 @@ impl<'a> DatasetBuilder<'a> {
             validation,
             bytes_per_token,
             validation_bytes_per_token,
+            rows,
             entropy_per_token,
             fingerprint: Digest::of(keys.as_bytes()).sha256,
         })
@@ -240,7 +246,7 @@ impl<'a> DatasetBuilder<'a> {
             let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
             let tokens = TokenSource::from_ids(tokenizer.encode_document(&text)?).with_bos(tokenizer.bos());
             let bytes_per_token = text.len() as f64 / tokens.len().max(1) as f64;
-            return Ok(Corpus { tokens, bytes_per_token, key });
+            return Ok(Corpus { tokens, bytes_per_token, key, rows: Vec::new() });
         }
         let files = self.files(source)?;
         let key = self.key(&files.documents, tokenizer)?;
@@ -255,7 +261,19 @@ impl<'a> DatasetBuilder<'a> {
         let fits = self.options.samples.require(file.contents.samples, "text");
         fits.map_err(|message| Error::data(source, message))?;
         let bytes_per_token = file.text_bytes as f64 / file.trained.max(1) as f64;
-        Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
+        let tokens = TokenSource::from_file(file).with_bos(tokenizer.bos());
+        let mut rows = Vec::new();
+        if self.options.keeps_rows {
+            let mut keep = |_, row| {
+                rows.push(row);
+                Ok(())
+            };
+            files.documents.iter().try_for_each(|document| document.read_rows(&[], &mut keep))?;
+            if rows.len() as u64 != tokens.sequences() {
+                return Err(Error::data(source, "has a row without tokens; remove rows with an empty prompt"));
+            }
+        }
+        Ok(Corpus { tokens, bytes_per_token, key, rows })
     }
 
     /// The token file at `path`, if it exists and is complete.

@@ -234,7 +234,7 @@ fn mark_large_numbers(text: &str) -> Option<String> {
 }
 
 /// The names and values of an object.
-pub(super) fn entries(object: &Value) -> impl Iterator<Item = (Value, Value)> {
+pub(crate) fn entries(object: &Value) -> impl Iterator<Item = (Value, Value)> {
     let names = object.try_iter().into_iter().flatten();
     names.map(|name| (name.clone(), object.get_item(&name).unwrap_or_default()))
 }

@@ -70,6 +70,8 @@ pub struct DatasetOptions {
     pub samples: SampleKind,
     /// The part that counts in the loss.
     pub loss_on: LossOn,
+    /// Whether a data set keeps its rows besides its tokens.
+    pub keeps_rows: bool,
     /// How conversations are written.
     pub chat: ChatFormat,
 }

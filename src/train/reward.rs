@@ -3,9 +3,11 @@
 //! The program reads a line of JSON per completion and writes a line with a number. A program that ends, takes too long or
 //! writes something else is started again, and reads the completion a second time.
 
+use crate::data::entries;
 use crate::untrusted::sanitize_line;
 use crate::untrusted::subprocess::command_of;
 use crate::{Error, Result};
+use minijinja::Value;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead as _, BufReader, Read, Write as _};
@@ -35,8 +37,8 @@ pub enum OnRewardError {
     Drop,
 }
 
-/// A completion to reward, as a program reads it.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// A completion to reward.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Answered {
     /// The prompt, as the model reads it.
     pub prompt: String,
@@ -45,8 +47,19 @@ pub(crate) struct Answered {
     /// The right answer; empty if the row has none.
     pub answer: String,
     /// Tokens of the completion.
-    #[serde(skip)]
     pub tokens: usize,
+    /// The row of the prompt, if a program reads it.
+    pub row: Value,
+}
+
+impl Answered {
+    /// The line of JSON that a program reads. Fields of the row do not replace prompt and completion.
+    fn line(&self) -> serde_json::Result<String> {
+        let own = [("prompt", &self.prompt), ("completion", &self.completion), ("answer", &self.answer)];
+        let own = own.map(|(name, text)| (Value::from(name), Value::from(text.as_str())));
+        let others = entries(&self.row).filter(|(name, _)| !matches!(name.as_str(), Some("prompt" | "completion")));
+        serde_json::to_string(&Value::from_pairs(own.into_iter().chain(others)))
+    }
 }
 
 #[derive(Debug)]
@@ -80,6 +93,11 @@ impl Reward {
             },
             _ => Ok(Self::Program(RewardProgram::new(rule, folder))),
         }
+    }
+
+    /// Whether a setting names a program.
+    pub(crate) fn is_program(rule: &str) -> bool {
+        matches!(Self::new(rule, None), Ok(Self::Program(_)))
     }
 
     /// Rejects a program that does not exist.
@@ -146,8 +164,8 @@ impl RewardProgram {
         timeout: Duration,
         on_error: OnRewardError,
     ) -> Result<Vec<Option<f32>>> {
-        let encode = |it: &Answered| serde_json::to_string(it).map_err(candle_core::Error::wrap);
-        let lines: Vec<String> = completions.iter().map(encode).collect::<Result<_, _>>()?;
+        let lines = completions.iter().map(Answered::line).collect::<serde_json::Result<Vec<String>>>();
+        let lines = lines.map_err(candle_core::Error::wrap)?;
         let mut rewards = Vec::with_capacity(lines.len());
         let mut attempts = 0;
         let mut problem = String::new();
@@ -283,7 +301,8 @@ mod tests {
     use super::*;
 
     fn answered(completion: &str) -> Answered {
-        Answered { prompt: "p".into(), completion: completion.into(), answer: "4".into(), tokens: completion.len() }
+        let [prompt, completion, answer] = ["p", completion, "4"].map(str::to_owned);
+        Answered { tokens: completion.len(), prompt, completion, answer, ..Answered::default() }
     }
 
     fn score(rule: &str, completions: &[&str], on_error: OnRewardError) -> Result<Vec<Option<f32>>> {

@@ -16,6 +16,7 @@ use crate::train::objective::{BatchPass, advantages};
 use crate::train::reward::{Answered, Reward};
 use crate::train::trainer::on_leader;
 use crate::{Error, Result};
+use minijinja::Value;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -28,6 +29,8 @@ pub(super) struct Rollouts {
     seq_len: usize,
     stop_token_ids: Vec<u32>,
     reward: Reward,
+    /// The rows that a reward program reads, of the training data and of the validation data.
+    rows: [Vec<Value>; 2],
     kept: Option<KeptRollouts>,
 }
 
@@ -55,6 +58,8 @@ struct Group {
     prompt: Vec<u32>,
     answer: String,
     completions: Vec<Sampled>,
+    #[serde(skip)]
+    row: Value,
 }
 
 /// Log-probabilities. After an overflow they may not be finite.
@@ -90,15 +95,16 @@ pub struct RolloutRecord {
 }
 
 impl Group {
-    /// The prompts of a batch, without completions.
-    fn of_batch(batch: &Batch, tokenizer: &Tokenizer) -> Result<Vec<Self>> {
+    /// The prompts of a batch of a data set with these rows, without completions.
+    fn of_batch(batch: &Batch, tokenizer: &Tokenizer, rows: &[Value]) -> Result<Vec<Self>> {
         let group = |sequence: &crate::data::Sequence| {
             let labels = &batch.labels[sequence.labels.clone()];
             let first = labels.iter().position(|&label| label != IGNORE_INDEX).unwrap_or(labels.len() - 1);
             let answer: Vec<u32> = labels.iter().copied().filter(|&label| label != IGNORE_INDEX).collect();
             let prompt = batch.inputs[sequence.labels.clone()][..=first].to_vec();
             let answer = tokenizer.decode(&answer)?;
-            Ok(Self { index: sequence.index, prompt, answer, completions: Vec::new() })
+            let row = rows.get(sequence.index as usize).cloned().unwrap_or_default();
+            Ok(Self { index: sequence.index, prompt, answer, completions: Vec::new(), row })
         };
         batch.sequences.iter().map(group).collect()
     }
@@ -112,8 +118,13 @@ impl Sampled {
 }
 
 impl Rollouts {
-    /// The sampler of a run whose objective samples.
-    pub(super) fn new(config: &Config, engine: &TrainEngine, stop_token_ids: Vec<u32>) -> Result<Option<Self>> {
+    /// The sampler of a run whose objective samples. `rows` has the [`crate::data::Dataset::rows`] of all data sets.
+    pub(super) fn new(
+        config: &Config,
+        engine: &TrainEngine,
+        stop_token_ids: Vec<u32>,
+        rows: [Vec<Value>; 2],
+    ) -> Result<Option<Self>> {
         let Some(rule) = &config.objective.reward else { return Ok(None) };
         let reward = Reward::new(rule, config.folder.as_deref())?;
         if engine.group.is_leader() {
@@ -126,6 +137,7 @@ impl Rollouts {
             seq_len: config.train.seq_len,
             stop_token_ids,
             reward,
+            rows,
             kept: None,
         }))
     }
@@ -166,7 +178,7 @@ impl Rollouts {
         batches: &mut [Batch],
         rows: usize,
     ) -> Result<Vec<RolloutRecord>> {
-        let groups = batches.iter().map(|batch| Group::of_batch(batch, tokenizer));
+        let groups = batches.iter().map(|batch| Group::of_batch(batch, tokenizer, &self.rows[0]));
         let mut groups: Vec<Vec<Group>> = groups.collect::<Result<_>>()?;
         self.complete(engine, tokenizer, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
         let step = engine.state.counters.step + 1;
@@ -207,7 +219,7 @@ impl Rollouts {
     ) -> Result<EvalReport> {
         let mut groups = Vec::new();
         while next(batch) {
-            groups.extend(Group::of_batch(batch, tokenizer)?);
+            groups.extend(Group::of_batch(batch, tokenizer, &self.rows[1])?);
         }
         self.complete(engine, tokenizer, &mut groups.iter_mut().collect::<Vec<_>>(), Some(0.0))?;
         let completions = || groups.iter().flat_map(|group| &group.completions);
@@ -309,6 +321,7 @@ impl Rollouts {
                 completion: it.text.clone(),
                 answer: answer.clone(),
                 tokens: it.ids.len() - usize::from(!it.is_cut),
+                row: group.row.clone(),
             };
             answered.extend(group.completions.iter().map(of));
         }

@@ -27,9 +27,11 @@ use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
 use crate::train::memory::{DistributedLayout, MemoryLimit};
 use crate::train::objective::{Objective, Reference, ReferenceLogps};
+use crate::train::reward::Reward;
 use crate::train::state::TrainState;
 use crate::{Error, Result};
 use candle_core::Device;
+use minijinja::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -332,7 +334,9 @@ pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokeniz
     let chat = chat.format(origin, tokenizer);
     let fields = config.fields.clone();
     let loss_on = config.train.loss_on;
-    DatasetOptions { format: config.format, fields, samples: config.objective.kind.samples(), loss_on, chat }
+    let keeps_rows = config.objective.reward.as_deref().is_some_and(Reward::is_program);
+    let samples = config.objective.kind.samples();
+    DatasetOptions { format: config.format, fields, samples, loss_on, keeps_rows, chat }
 }
 
 /// The tokens of a configuration's data sets for training and validation, with their shares; downloads missing files.
@@ -357,6 +361,16 @@ pub fn datasets(
         let sets = sets.iter();
         sets.map(|(source, share)| Ok((loader.load(source, validation.as_ref(), tokenizer)?, *share))).collect()
     })
+}
+
+/// The rows that `sets` keep of the training data and of the validation data, by the numbers of their sequences in a mixture. If one
+/// text validates all sets, its rows repeat.
+pub(super) fn take_rows(sets: &mut [(Dataset, f64)]) -> [Vec<Value>; 2] {
+    let mut all = <[Vec<Value>; 2]>::default();
+    for (set, _) in sets {
+        all.iter_mut().zip(&mut set.rows).for_each(|(all, rows)| all.append(rows));
+    }
+    all
 }
 
 /// The fingerprint of the data sets, and a line that describes them.

@@ -202,7 +202,7 @@ impl Trainer {
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let chat = source.chat;
-        let datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
+        let mut datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
@@ -229,7 +229,7 @@ impl Trainer {
         report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.spec, initial.weights, kernels, total_steps)?;
         let stop_token_ids = aux_files.stop_token_ids(&source.spec, &source.tokenizer)?;
-        let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone())?;
+        let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone(), setup::take_rows(&mut datasets))?;
         let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, stop_token_ids, &device)?;
         let (data, summary) = setup::describe_data(&config, &datasets);
         let fingerprint = Fingerprint { model: source.name, policy: config.dtype.to_string(), data };

@@ -10,6 +10,7 @@ use finetune::data::{
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{ObjectiveKind, ObjectiveSection};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -337,7 +338,6 @@ fn a_run_survives_a_reward_program_that_fails() {
     let resume = format!("--resume {} --steps 7 --plain", desk.run("sums").display());
     launch::succeed(desk.command(&resume).current_dir(desk.path("elsewhere")));
     assert_eq!(desk.steps("sums").last().unwrap().step, 7);
-    desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
     // A log that cannot be written costs a warning, not one per step.
     let log = desk.run("sums").join("rollouts.jsonl");
     fs::remove_file(&log).unwrap();
@@ -345,11 +345,42 @@ fn a_run_survives_a_reward_program_that_fails() {
     desk.said("--resume sums --steps 10 --plain");
     let about_log = |event: &Event| matches!(event, Event::Warning(it) if it.message.contains("rollouts.jsonl"));
     assert_eq!(desk.events("sums").iter().filter(|event| about_log(event)).count(), 1);
+    desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
     desk.assert_refused("--data sums --reward exact --plain", &["--objective grpo"]);
     desk.assert_refused(
         "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",
         &["program `no-such-program` was not found"],
     );
+}
+
+/// As in TRL; the rows belong to their prompts in mixtures, in a held-out tail and in a validation text.
+#[test]
+fn a_reward_program_reads_all_fields_of_a_row() {
+    let desk = CliFixture::empty();
+    for set in ["a", "b", "v"] {
+        let row = |n: usize| json!({"prompt": format!("{set}{n}"), "answer": n, "of": {"set": set}}).to_string() + "\n";
+        desk.write(&format!("{set}.jsonl"), (0..20).map(row).collect::<String>());
+    }
+    desk.write("score.sh", "while read -r line; do printf '%s\\n' \"$line\" >> seen.jsonl; echo 1; done");
+    for (flags, sets) in [("", vec!["a", "b"]), ("--val v.jsonl", vec!["a", "b", "v"])] {
+        let line = format!(
+            "--data a.jsonl=0.5 --data b.jsonl=0.5 {flags} --objective grpo --num-generations 2 --max-completion-length 3 --batch-size 4 \
+             --seq-len 32 --steps 6 --set train.sample_tokens=0 --plain"
+        );
+        let words: Vec<&str> = line.split_whitespace().collect();
+        launch::succeed(&mut desk.command_of(&[&words[..], &["--reward", "sh score.sh"]].concat()));
+        let seen = fs::read_to_string(desk.path("seen.jsonl")).unwrap();
+        let mut found = BTreeSet::new();
+        for line in seen.lines() {
+            let row: Value = serde_json::from_str(line).unwrap();
+            let set = row["of"]["set"].as_str().unwrap().to_owned();
+            assert_eq!(row["prompt"], format!("{set}{}", row["answer"]), "{line}");
+            assert!(row["completion"].is_string(), "{line}");
+            found.insert(set);
+        }
+        assert!(found.iter().eq(&sets), "{found:?}");
+        fs::remove_file(desk.path("seen.jsonl")).unwrap();
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%`
-//! formats texts, floats are written differently, strings have more white space, and whole numbers in JSON have no
-//! largest value.
+//! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON have
+//! no largest value.
 
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
@@ -16,11 +16,13 @@ const MAX_DEPTH: usize = 200;
 /// Makes `environment` write, trim and format like Python.
 pub(super) fn install(environment: &mut Environment<'_>) {
     environment.set_unknown_method_callback(method);
-    environment.set_formatter(|out: &mut Output, state: &mut State, value: &Value| match float_text(value) {
-        Some(text) => out.write_str(&text).map_err(Error::from),
-        None => escape_formatter(out, state, value),
+    environment.set_formatter(|out: &mut Output, state: &mut State, value: &Value| match value.kind() {
+        ValueKind::Number | ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => {
+            out.write_str(&string(value)).map_err(Error::from)
+        }
+        _ => escape_formatter(out, state, value),
     });
-    environment.add_filter("string", |value: Value| float_text(&value).unwrap_or_else(|| value.to_string()));
+    environment.add_filter("string", |value: Value| string(&value));
     environment.add_filter("tojson", tojson);
     environment.add_filter("trim", |value: Value, chars: Option<String>| {
         let text = value.to_string();
@@ -39,6 +41,58 @@ pub(super) fn install(environment: &mut Environment<'_>) {
 fn float_text(value: &Value) -> Option<String> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     is_float.then(|| format(FormatStyle::Printf, "%s", std::slice::from_ref(value)).ok()).flatten()
+}
+
+/// Python's `str`.
+fn string(value: &Value) -> String {
+    let mut out = String::new();
+    match value.as_str() {
+        Some(text) => out.push_str(text),
+        None => write_repr(value, &mut out),
+    }
+    out
+}
+
+/// Writes a value in the format of Python's `repr`.
+fn write_repr(value: &Value, out: &mut String) {
+    if value.as_str().is_some() {
+        return write_quoted(value, out);
+    }
+    let items: Vec<Value> = value.try_iter().into_iter().flatten().collect();
+    let is_tuple = value.downcast_object_ref::<Tuple>().is_some();
+    let [open, close] = match value.kind() {
+        ValueKind::Map => ["{", "}"],
+        _ if is_tuple => ["(", if items.len() == 1 { ",)" } else { ")" }],
+        ValueKind::Seq | ValueKind::Iterable => ["[", "]"],
+        _ => return out.push_str(&float_text(value).unwrap_or_else(|| value.to_string())),
+    };
+    out.push_str(open);
+    for (index, item) in items.iter().enumerate() {
+        out.push_str(if index > 0 { ", " } else { "" });
+        write_repr(item, out);
+        if value.kind() == ValueKind::Map {
+            out.push_str(": ");
+            write_repr(&value.get_item(item).unwrap_or_default(), out);
+        }
+    }
+    out.push_str(close);
+}
+
+/// Writes a text in quotes. The engine leaves characters such as a no-break space as they are.
+fn write_quoted(text: &Value, out: &mut String) {
+    for c in format!("{text:?}").chars() {
+        // The letter keeps a combining character, which is printable, from being the first one.
+        if !format!("a{c}").escape_debug().to_string().starts_with("a\\u") {
+            out.push(c);
+            continue;
+        }
+        let escape = match u32::from(c) {
+            code @ ..=0xFF => format!("\\x{code:02x}"),
+            code @ ..=0xFFFF => format!("\\u{code:04x}"),
+            code => format!("\\U{code:08x}"),
+        };
+        out.push_str(&escape);
+    }
 }
 
 /// Whether Python's `str.strip` removes `c`.
@@ -447,6 +501,14 @@ mod tests {
             ),
             ("{{ 'aab'.removeprefix('a') }} {{ 'abb'.removesuffix('b') }} {{ 'a'.removeprefix('b') }}", "ab ab a"),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
+            (
+                r#"{{ {'a': [1e20, none, true], 2: ('é',)} }} {{ () }} {{ [[], {}, (1, 2)] | string }} {{ ["'", '"', '\'"\\\n'] }}"#,
+                r#"{'a': [1e+20, None, True], 2: ('é',)} () [[], {}, (1, 2)] ["'", '"', '\'"\\\n']"#,
+            ),
+            (
+                "{{ ['\u{A0}e\u{301}\u{301}', '👨\u{200D}👩', '\u{FEFF}', '\u{10FFFF}', '\u{301}', ' \u{0}'] }}",
+                "['\\xa0e\u{301}\u{301}', '👨\\u200d👩', '\\ufeff', '\\U0010ffff', '\u{301}', ' \\x00']",
+            ),
             ("{{ {'a': 'é'} | tojson(ensure_ascii=False) }} {{ documents is defined }}", "{\"a\": \"é\"} True"),
             ("{{ {'é': '\"é😀\x7F'} | tojson(ensure_ascii=True) }}", r#"{"\u00e9": "\"\u00e9\ud83d\ude00\u007f"}"#),
             (

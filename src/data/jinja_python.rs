@@ -23,6 +23,7 @@ pub(super) fn install(environment: &mut Environment<'_>) {
         _ => escape_formatter(out, state, value),
     });
     environment.add_filter("string", |value: Value| string(&value));
+    environment.add_filter("indent", indent);
     environment.add_filter("tojson", tojson);
     environment.add_filter("trim", |value: Value, chars: Option<String>| {
         let text = value.to_string();
@@ -95,6 +96,47 @@ fn write_quoted(text: &Value, out: &mut String) {
     }
 }
 
+/// Jinja's filter `indent`, whose lines end as in Python's `str.splitlines`.
+#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
+fn indent(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
+    let [width, first, blank] = arguments(&positional, &named, ["width", "first", "blank"])?;
+    let [first, blank] = [first, blank].map(|flag| flag.is_some_and(|flag| flag.is_true()));
+    let margin = margin(&width.unwrap_or_else(|| 4.into()))?;
+    let mut out = String::new();
+    let ends_line = |c: char| matches!(c, '\n'..='\r' | '\x1C'..='\x1E' | '\u{85}' | '\u{2028}' | '\u{2029}');
+    for (number, line) in string(value).replace("\r\n", "\n").split(ends_line).enumerate() {
+        out.push_str(if number > 0 { "\n" } else { "" });
+        let is_indented = if number > 0 { blank || !line.is_empty() } else { first };
+        out.push_str(if is_indented { &margin } else { "" });
+        out.push_str(line);
+    }
+    Ok(out)
+}
+
+/// The white space of a level, which a filter has as a number of spaces or as a text.
+fn margin(width: &Value) -> Result<String, Error> {
+    match width.as_str() {
+        Some(text) => Ok(text.to_owned()),
+        None => i64::try_from(width.clone()).map(|width| " ".repeat(width.max(0) as usize)),
+    }
+}
+
+/// A filter's arguments, which are given in this order or by their names; an unknown name is an error.
+fn arguments<const N: usize>(
+    positional: &[Value],
+    named: &Kwargs,
+    names: [&str; N],
+) -> Result<[Option<Value>; N], Error> {
+    let mut found = [const { None }; N];
+    for (index, name) in names.into_iter().enumerate() {
+        let given =
+            positional.get(index).cloned().map_or_else(|| named.get::<Option<Value>>(name), |value| Ok(Some(value)));
+        found[index] = given?.filter(|value| !value.is_none());
+    }
+    named.assert_all_used()?;
+    Ok(found)
+}
+
 /// Whether Python's `str.strip` removes `c`.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\x1C'..='\x1F')
@@ -132,22 +174,11 @@ fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
 /// Python's `json.dumps` with the options that transformers gives templates.
 #[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
 fn tojson(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
-    let option = |(index, name): (usize, _)| match positional.get(index) {
-        Some(value) => Ok(Some(value.clone())),
-        None => named.get::<Option<Value>>(name),
-    };
-    let options = [(0, "ensure_ascii"), (1, "indent"), (2, "separators"), (3, "sort_keys")].map(option);
-    let [ensure_ascii, indent, separators, sort_keys] = options;
-    let on = |flag: Option<Value>| flag.is_some_and(|flag| flag.is_true());
-    let (ensure_ascii, sort_keys) = (on(ensure_ascii?), on(sort_keys?));
-    named.assert_all_used()?;
-    let given = |value: Option<Value>| value.filter(|value| !value.is_none());
-    let indent = given(indent?).map(|indent| match indent.as_str() {
-        Some(text) => Ok(text.to_owned()),
-        None => i64::try_from(indent).map(|width| " ".repeat(width.max(0) as usize)),
-    });
-    let indent = indent.transpose()?;
-    let separators = match given(separators?) {
+    let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
+    let [ensure_ascii, indent, separators, sort_keys] = arguments(&positional, &named, names)?;
+    let [ensure_ascii, sort_keys] = [ensure_ascii, sort_keys].map(|flag| flag.is_some_and(|flag| flag.is_true()));
+    let indent = indent.as_ref().map(margin).transpose()?;
+    let separators = match separators {
         Some(pair) => pair.try_iter()?.map(|text| text.to_string()).collect(),
         None => vec![if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
     };
@@ -508,6 +539,11 @@ mod tests {
             (
                 "{{ ['\u{A0}e\u{301}\u{301}', '👨\u{200D}👩', '\u{FEFF}', '\u{10FFFF}', '\u{301}', ' \u{0}'] }}",
                 "['\\xa0e\u{301}\u{301}', '👨\\u200d👩', '\\ufeff', '\\U0010ffff', '\u{301}', ' \\x00']",
+            ),
+            (
+                "{{ '{\n' | indent(2, first=True) }}|{{ '' | indent(1, true) }}|{{ 'a\n\nb\n' | indent }}|\
+                 {{ 'a\u{2028}b\r\n' | indent('> ', blank=true) }}|{{ 'a\n\n' | indent(width=1, first=true) }}",
+                "  {\n| |a\n\n    b\n|a\n> b\n> | a\n\n",
             ),
             ("{{ {'a': 'é'} | tojson(ensure_ascii=False) }} {{ documents is defined }}", "{\"a\": \"é\"} True"),
             ("{{ {'é': '\"é😀\x7F'} | tojson(ensure_ascii=True) }}", r#"{"\u00e9": "\"\u00e9\ud83d\ude00\u007f"}"#),

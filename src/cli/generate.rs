@@ -108,7 +108,7 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     if args.batch_size == 0 {
         return Err(Error::config("--batch-size", "must be at least 1"));
     }
-    let create = |path| Ok::<_, Error>((path, output_file("--output", path, &[])?));
+    let create = |path| Ok::<_, Error>((path, output_file("--output", path, &[input.into()])?));
     let output = args.output.as_deref().map(create).transpose()?;
     let (trained, reporter) = args.model.model.open()?;
     let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;

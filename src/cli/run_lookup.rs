@@ -89,11 +89,12 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Fails if writing `file` for `flag` would destroy a file of a run, such as `log`, which may be anywhere.
-pub(super) fn check_output(flag: &str, file: &Path, logs: &[PathBuf]) -> Result<()> {
-    let is = |log: &PathBuf| Ok::<_, std::io::Error>(same_file(&file.metadata()?, &log.metadata()?));
-    if Run::owns(file) || logs.iter().any(|log| is(log).unwrap_or(false)) {
-        let message = format!("`{}` is a run's own file, which would be lost; use another name", file.display());
+/// Fails if writing `file` for `flag` would destroy a file of a run, or one of `inputs`, which the command reads.
+pub(super) fn check_output(flag: &str, file: &Path, inputs: &[PathBuf]) -> Result<()> {
+    let is = |input: &PathBuf| Ok::<_, std::io::Error>(same_file(&file.metadata()?, &input.metadata()?));
+    if Run::owns(file) || inputs.iter().any(|input| is(input).unwrap_or(false)) {
+        let message =
+            format!("`{}` is an input or a run's own file, which would be lost; use another name", file.display());
         return Err(Error::config(flag, message));
     }
     Ok(())

@@ -370,6 +370,7 @@ fn a_file_of_prompts_gives_a_line_for_each_in_order() {
         desk.assert_refused(&format!("{generate} --input bad.jsonl --output out.jsonl"), &[problem]);
     }
     assert_eq!(std::fs::read_to_string(desk.path("out.jsonl")).unwrap(), written);
+    desk.assert_refused(&format!("{generate} --input out.jsonl --output ./out.jsonl"), &["--output", "is an input"]);
     let left = std::fs::read_dir(desk.folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(!left.into_iter().any(|name| name.starts_with(".output-")), "a folder was left");
 }

@@ -64,7 +64,7 @@ fn item_16_figures_are_exported_as_tables() {
         "generate t --input t.jsonl --output checkpoints/t/events.jsonl",
     ] {
         let flag = line.split(' ').nth_back(1).unwrap();
-        fixture.assert_refused(line, &[flag, "is a run's own file, which would be lost"]);
+        fixture.assert_refused(line, &[flag, "run's own file, which would be lost"]);
     }
     assert_eq!(fixture.steps("t").len(), steps.len());
 

@@ -343,8 +343,7 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         self.check(tokens, ws)?;
-        ws.documents.clear();
-        ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
+        ws.set_documents(tokens.documents);
         self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.record_whole(EMBEDDING, TensorKind::Output, &ws.stream[0])?;
         let ws = &*ws;

@@ -214,7 +214,9 @@ pub struct Workspace<T = Tensor> {
     pub(super) batch: usize,
     pub(super) seq_len: usize,
     /// The documents of the current tokens, as in [`InputIds`](super::Tokens); empty if each sequence is one.
-    pub(super) documents: Vec<u32>,
+    documents: Vec<u32>,
+    /// Whether the current tokens have the rotary tables of short sequences.
+    short_ropes: bool,
     /// The load-balancing loss of the current passes.
     pub(super) balance: RefCell<LoadBalance>,
     /// The compute type of each block.
@@ -428,6 +430,7 @@ impl<T> Workspace<T> {
             batch,
             seq_len,
             documents: Vec::new(),
+            short_ropes: false,
             balance: RefCell::default(),
             compute: vec![compute; spec.num_layers],
             stream: (0..=spec.num_layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
@@ -479,10 +482,17 @@ impl<T> Workspace<T> {
         (!self.documents.is_empty()).then_some(&self.documents[..])
     }
 
+    /// Begins a batch with these documents.
+    pub(super) fn set_documents(&mut self, documents: Option<&[u32]>) {
+        self.short_ropes = self.has_short_ropes(documents);
+        self.documents.clear();
+        self.documents.extend_from_slice(documents.unwrap_or_default());
+    }
+
     /// The rotary tables of the current tokens.
     pub(super) fn rope_caches(&self) -> &RopeCaches {
         match &self.short_rope_caches {
-            Some((_, short)) if self.has_short_ropes(self.documents()) => short,
+            Some((_, short)) if self.short_ropes => short,
             _ => &self.rope_caches,
         }
     }

@@ -240,9 +240,15 @@ impl Rope {
         let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
         let Some((key, found)) = parameters(config)? else { return Ok(plain) };
+        let parse = |key: &str, found, theta| match Self::parse(found, theta, max_position) {
+            Ok(Self { kind: RopeType::Yarn { truncate: false, .. }, .. }) => {
+                Err(format!("`{key}`: `truncate` is false, which transformers ignores for one type of layer"))
+            }
+            rope => rope.map_err(|error| format!("`{key}`: {error}")),
+        };
         if key == "rope_scaling" {
             // The older spelling extends full attention alone.
-            let full = Self::parse(found, theta[0], max_position).map_err(|e| format!("`{key}`: {e}"))?;
+            let full = parse(key, found, theta[0])?;
             let [_, sliding] = plain;
             return Ok([full, sliding]);
         }
@@ -254,8 +260,7 @@ impl Rope {
             match value {
                 Value::Null => {}
                 Value::Object(found) => {
-                    ropes[index] = Self::parse(found, theta[index], max_position)
-                        .map_err(|error| format!("`{key}.{name}`: {error}"))?;
+                    ropes[index] = parse(&format!("{key}.{name}"), found, theta[index])?;
                     if name == "sliding_attention" && ropes[index].is_dynamic() {
                         let why = "layers with a window cannot have frequencies that depend on the length";
                         return Err(format!("`{key}.{name}`: {why}"));

@@ -93,4 +93,14 @@ fn layers_of_two_types_have_their_own() {
     assert!(read(json!({"rope_parameters": {"full_attention": dynamic}})).unwrap()[0].is_dynamic());
     let message = read(json!({"rope_parameters": {"sliding_attention": dynamic}})).unwrap_err();
     assert!(message.contains("`rope_parameters.sliding_attention`: layers with a window"), "{message}");
+    let mut yarn = json!({"rope_type": "yarn", "factor": 2.0, "truncate": true});
+    assert!(read(json!({"rope_parameters": {"full_attention": yarn}})).is_ok());
+    yarn["truncate"] = false.into();
+    for (config, key) in [
+        (json!({"rope_scaling": yarn}), "`rope_scaling`"),
+        (json!({"rope_parameters": {"full_attention": yarn}}), "`rope_parameters.full_attention`"),
+    ] {
+        let message = read(config).unwrap_err();
+        assert!(message.contains(&format!("{key}: `truncate` is false")), "{message}");
+    }
 }

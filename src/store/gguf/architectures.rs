@@ -507,6 +507,20 @@ mod tests {
     #[test]
     fn a_factor_without_a_type_scales_linearly() {
         let read = |keys: Value| rope_scaling("llama", &mut keys.as_object().unwrap().clone()).unwrap();
+    /// Without the key, these families have embeddings of the type `yarn`.
+    #[test]
+    fn plain_rotary_embeddings_come_back() {
+        for model_type in ["ministral3", "gpt_oss"] {
+            let config = json!({"model_type": model_type, "rope_parameters": {"rope_type": "default"}});
+            let spec = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap();
+            let GgufMetadata { architecture, keys, rope_factors } = spec.to_gguf().unwrap();
+            let keys = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+            let shape = |name: &str| (name == "token_embd.weight").then(|| vec![spec.vocab_size, spec.hidden_size]);
+            let header = GgufHeader { architecture, keys, bos: None, eos: Vec::new(), shape: &shape, rope_factors };
+            assert_eq!(ModelSpec::from_gguf(&header, "x").unwrap().rope, spec.rope, "{model_type}");
+        }
+    }
+
         let linear = Some(json!({"rope_type": "linear", "factor": 4.0}));
         assert_eq!(read(json!({"rope.scaling.factor": 4.0})), linear);
         assert_eq!(read(json!({"rope.scale_linear": 4.0})), linear);

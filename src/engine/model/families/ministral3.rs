@@ -25,7 +25,10 @@ pub(super) static MINISTRAL3: Family = Family {
         architecture: "mistral3",
         yarn_log_multiplier: true,
         read: |keys, json| {
-            let Some(Value::Object(rope)) = json.get_mut("rope_scaling") else { return };
+            let Some(Value::Object(rope)) = json.get_mut("rope_scaling") else {
+                json.insert("rope_parameters".into(), json!({"rope_type": "default"}));
+                return;
+            };
             if let Some(all) = keys.remove("rope.scaling.yarn_log_multiplier") {
                 rope.extend([("mscale".to_owned(), json!(1.0)), ("mscale_all_dim".to_owned(), all)]);
             }

@@ -108,27 +108,27 @@ pub fn text(seed: u64, bytes: usize) -> String {
     text
 }
 
-/// The natural logarithm of the probability of one sentence (without its line feed); `None` if the grammar cannot
-/// produce it.
-pub fn sentence_log_probability(sentence: &str) -> Option<f64> {
-    let mut words = sentence.split(' ').peekable();
-    let mut log_probability = 0.0;
-    for slot in &SLOTS {
-        if words.next_if(|word| slot.words.contains(word)).is_some() {
-            log_probability += slot.word_probability().ln();
-        } else if slot.optional {
-            log_probability += (1.0 - slot.presence()).ln();
-        } else {
-            return None;
-        }
-    }
-    words.next().is_none().then_some(log_probability)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::HashSet;
+
+    /// The natural logarithm of the probability of one sentence (without its line feed); `None` if the grammar cannot
+    /// produce it.
+    fn sentence_log_probability(sentence: &str) -> Option<f64> {
+        let mut words = sentence.split(' ').peekable();
+        let mut log_probability = 0.0;
+        for slot in &SLOTS {
+            if words.next_if(|word| slot.words.contains(word)).is_some() {
+                log_probability += slot.word_probability().ln();
+            } else if slot.optional {
+                log_probability += (1.0 - slot.presence()).ln();
+            } else {
+                return None;
+            }
+        }
+        words.next().is_none().then_some(log_probability)
+    }
 
     /// No word is in two lists, and all are ASCII: a derivation is unique, and a byte is one token.
     #[test]

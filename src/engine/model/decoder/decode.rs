@@ -86,16 +86,6 @@ impl KvCache {
         (2 * spec.num_layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
     }
 
-    /// Tokens of the first sequence.
-    pub fn len(&self) -> usize {
-        self.sequences.first().map_or(0, |sequence| sequence.len)
-    }
-
-    /// Whether the first sequence has no token yet.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// The maximum number of tokens of the first sequence.
     pub fn capacity(&self) -> usize {
         self.sequences.first().map_or(0, |sequence| sequence.capacity)

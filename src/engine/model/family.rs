@@ -26,6 +26,12 @@ pub(crate) struct GgufFormat {
     pub(crate) interleaved: bool,
     /// Whether gate and up are two tensors in a file although the family has one.
     pub(crate) splits_gate_up: bool,
+    /// Whether there are biases of attention's output and of MLPs.
+    pub(crate) biases: bool,
+    /// The only `tie_word_embeddings` of files; `None` if both exist.
+    pub(crate) tied_head: Option<bool>,
+    /// The `rope_type` whose divisors of frequencies are tensors of files.
+    pub(crate) frequency_factors: Option<&'static str>,
     /// Whether a key can change the factor of YaRN's cosines and sines.
     pub(crate) yarn_log_multiplier: bool,
     /// The `truncate` of YaRN in files, which have no key for it.

@@ -86,25 +86,14 @@ impl ModelSpec {
 
     /// Rejects tensors that llama.cpp does not read, and the lack of those that it needs.
     fn check_tensors(&self) -> Result<(), String> {
-        let architecture = self.family.gguf.architecture;
-        let refuse =
-            |what: &str| Err(format!("llama.cpp has no {what} in `{architecture}`; export this model as a folder"));
-        let of_llama = matches!(architecture, "llama" | "granite" | "granitemoe" | "mistral3");
-        if (self.biases.out || self.biases.mlp) && !of_llama && !matches!(architecture, "gpt2" | "gpt-oss") {
-            return refuse("biases");
-        }
-        match architecture {
-            "olmo2" | "olmoe" | "gpt-oss" if self.tie_word_embeddings => return refuse("tied head"),
-            "gemma2" if !self.tie_word_embeddings => return refuse("separate head"),
-            _ => {}
-        }
-        match self.rope.as_ref().map(|rope| &rope.kind) {
-            Some(RopeType::Llama3 { .. }) if !of_llama => refuse("rotary embeddings of the type `llama3`"),
-            Some(RopeType::LongRope { .. }) if architecture != "phi3" => {
-                refuse("rotary embeddings of the type `longrope`")
-            }
-            _ => Ok(()),
-        }
+        let GgufFormat { architecture, biases, tied_head, .. } = self.family.gguf;
+        let missing = match self.tie_word_embeddings {
+            _ if (self.biases.out || self.biases.mlp) && !biases => "biases",
+            true if tied_head == Some(false) => "tied head",
+            false if tied_head == Some(true) => "separate head",
+            _ => return Ok(()),
+        };
+        Err(format!("llama.cpp has no {missing} in `{architecture}`; export this model as a folder"))
     }
 
     /// Adds the rope scaling keys; returns divisors for each frequency if no key can express the type.
@@ -112,6 +101,10 @@ impl ModelSpec {
         let kind = rope.to_json();
         let name = kind["rope_type"].as_str().unwrap_or_default().to_owned();
         let refuse = |why: &str| Err(format!("llama.cpp has no rotary embeddings of the type `{name}`{why}"));
+        let has_factors = matches!(rope.kind, RopeType::Llama3 { .. } | RopeType::LongRope { .. });
+        if has_factors && self.family.gguf.frequency_factors != Some(name.as_str()) {
+            return refuse(&format!(" in `{}`; export this model as a folder", self.family.gguf.architecture));
+        }
         match &rope.kind {
             RopeType::Default => {}
             RopeType::Linear { factor } => {
@@ -507,6 +500,13 @@ mod tests {
     #[test]
     fn a_factor_without_a_type_scales_linearly() {
         let read = |keys: Value| rope_scaling("llama", &mut keys.as_object().unwrap().clone()).unwrap();
+        let linear = Some(json!({"rope_type": "linear", "factor": 4.0}));
+        assert_eq!(read(json!({"rope.scaling.factor": 4.0})), linear);
+        assert_eq!(read(json!({"rope.scale_linear": 4.0})), linear);
+        assert_eq!(read(json!({"rope.scaling.factor": 0.0})), None);
+        assert_eq!(read(json!({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"})), None);
+    }
+
     /// Without the key, these families have embeddings of the type `yarn`.
     #[test]
     fn plain_rotary_embeddings_come_back() {
@@ -519,13 +519,6 @@ mod tests {
             let header = GgufHeader { architecture, keys, bos: None, eos: Vec::new(), shape: &shape, rope_factors };
             assert_eq!(ModelSpec::from_gguf(&header, "x").unwrap().rope, spec.rope, "{model_type}");
         }
-    }
-
-        let linear = Some(json!({"rope_type": "linear", "factor": 4.0}));
-        assert_eq!(read(json!({"rope.scaling.factor": 4.0})), linear);
-        assert_eq!(read(json!({"rope.scale_linear": 4.0})), linear);
-        assert_eq!(read(json!({"rope.scaling.factor": 0.0})), None);
-        assert_eq!(read(json!({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"})), None);
     }
 
     #[test]

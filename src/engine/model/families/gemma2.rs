@@ -30,7 +30,7 @@ pub(super) const BASE: Family = Family {
     layer_name,
     gguf: GgufFormat {
         architecture: "gemma2",
-        interleaved: false,
+        tied_head: Some(true),
         read: |keys, json| read_gguf(keys, json, LAYERS_27B),
         write: |spec, keys| {
             check_gguf_scale(spec, LAYERS_27B)?;
@@ -40,7 +40,7 @@ pub(super) const BASE: Family = Family {
             }
             llama::check_alternation(spec)
         },
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

@@ -13,7 +13,13 @@ pub(super) static GEMMA3: Family = Family {
     named: &[("gemma3-270m", gemma3_270m)],
     read,
     write,
-    gguf: GgufFormat { architecture: "gemma3", read: read_gguf, write: write_gguf, ..gemma2::BASE.gguf },
+    gguf: GgufFormat {
+        architecture: "gemma3",
+        tied_head: None,
+        read: read_gguf,
+        write: write_gguf,
+        ..gemma2::BASE.gguf
+    },
     ..gemma2::BASE
 };
 

@@ -42,9 +42,8 @@ pub(super) static GPT2: Family = Family {
             ("attention.head_count", "n_head", true),
             ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
         ]],
-        interleaved: false,
-        splits_gate_up: false,
-        ..llama::BASE.gguf
+        biases: true,
+        ..llama::OTHER_GGUF
     },
 };
 

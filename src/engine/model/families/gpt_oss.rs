@@ -43,7 +43,8 @@ pub(super) static GPT_OSS: Family = Family {
             &Experts::gguf_width("intermediate_size"),
             &[("attention.sliding_window", "sliding_window", true)],
         ],
-        interleaved: false,
+        biases: true,
+        tied_head: Some(false),
         splits_gate_up: true,
         yarn_truncates: false,
         mlp_norm: "post_attention_norm",
@@ -60,7 +61,7 @@ pub(super) static GPT_OSS: Family = Family {
             }
             llama::check_alternation(spec)
         },
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

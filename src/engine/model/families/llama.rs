@@ -37,6 +37,9 @@ pub(super) const BASE: Family = Family {
         keys: &[GGUF_KEYS, &[WIDTH_KEY, ("attention.sliding_window", "sliding_window", false)]],
         interleaved: true,
         splits_gate_up: false,
+        biases: true,
+        tied_head: None,
+        frequency_factors: Some("llama3"),
         yarn_log_multiplier: false,
         yarn_truncates: true,
         mlp_norm: "ffn_norm",
@@ -45,6 +48,10 @@ pub(super) const BASE: Family = Family {
         write: |spec, _| no_windows(spec),
     },
 };
+
+/// The GGUF files of families without Llama's interleaved rows, biases and divisors of frequencies.
+pub(super) const OTHER_GGUF: GgufFormat =
+    GgufFormat { interleaved: false, biases: false, frequency_factors: None, ..BASE.gguf };
 
 /// The keys of all families with Llama's attention.
 pub(super) const GGUF_KEYS: &[GgufKey] = &[

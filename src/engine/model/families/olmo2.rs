@@ -16,7 +16,7 @@ pub(super) const BASE: Family = Family {
     named: &[],
     read: |keys| llama::read_uniform(keys, default(), [None, None]),
     layer_name,
-    gguf: GgufFormat { architecture: "olmo2", interleaved: false, ..llama::BASE.gguf },
+    gguf: GgufFormat { architecture: "olmo2", tied_head: Some(false), ..llama::OTHER_GGUF },
     ..llama::BASE
 };
 

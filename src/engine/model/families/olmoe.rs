@@ -16,10 +16,10 @@ pub(super) static OLMOE: Family = Family {
     gguf: GgufFormat {
         architecture: "olmoe",
         keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys("num_experts")],
-        interleaved: false,
+        tied_head: Some(false),
         read: |_, json| drop(json.insert(NORMALIZED.into(), false.into())),
         write: |spec, _| spec.check_normalized(false),
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

@@ -17,7 +17,7 @@ pub(super) static PHI3: Family = Family {
     layer_name,
     gguf: GgufFormat {
         architecture: "phi3",
-        interleaved: false,
+        frequency_factors: Some("longrope"),
         read: |keys, json| {
             let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
             let sizes = (number(keys.get("rope.dimension_count")), number(json.get("head_dim")));
@@ -34,7 +34,7 @@ pub(super) static PHI3: Family = Family {
             keys.extend(spec.sliding.is_none().then_some(("attention.sliding_window", 0.into())));
             Ok(())
         },
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

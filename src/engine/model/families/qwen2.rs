@@ -28,7 +28,7 @@ pub(super) static QWEN2: Family = Family {
     })],
     read: |keys| read(keys, ModelSpec { biases: BIASES, ..default(&QWEN2) }, None),
     write,
-    gguf: GgufFormat { architecture: "qwen2", interleaved: false, ..llama::BASE.gguf },
+    gguf: GgufFormat { architecture: "qwen2", ..llama::OTHER_GGUF },
     ..llama::BASE
 };
 

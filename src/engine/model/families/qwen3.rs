@@ -26,7 +26,7 @@ pub(super) static QWEN3: Family = Family {
     })],
     read: |keys| qwen2::read(keys, default(), Some(128)),
     write: qwen2::write,
-    gguf: GgufFormat { architecture: "qwen3", interleaved: false, ..llama::BASE.gguf },
+    gguf: GgufFormat { architecture: "qwen3", ..llama::OTHER_GGUF },
     ..llama::BASE
 };
 

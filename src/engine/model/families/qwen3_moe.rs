@@ -21,10 +21,9 @@ pub(super) static QWEN3_MOE: Family = Family {
     gguf: GgufFormat {
         architecture: "qwen3moe",
         keys: &[llama::GGUF_KEYS, &Experts::gguf_keys("num_experts"), &Experts::gguf_width(INNER)],
-        interleaved: false,
         read: |_, json| drop(json.insert(NORMALIZED.into(), true.into())),
         write: |spec, _| spec.check_normalized(true),
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

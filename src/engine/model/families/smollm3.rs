@@ -18,6 +18,7 @@ pub(super) static SMOLLM3: Family = Family {
     },
     gguf: GgufFormat {
         architecture: "smollm3",
+        interleaved: true,
         read: |_, json| {
             json.insert("no_rope_layer_interval".into(), INTERVAL.into());
         },
@@ -28,7 +29,7 @@ pub(super) static SMOLLM3: Family = Family {
             }
             Err(format!("llama.cpp rotates all layers but every {INTERVAL}th; export this model as a folder"))
         },
-        ..llama::BASE.gguf
+        ..llama::OTHER_GGUF
     },
     ..llama::BASE
 };

@@ -52,7 +52,15 @@ const MAX_PARAMETERS: u64 = 1 << 48;
 
 /// The spec that a `config.json` describes, or an error that names the key.
 pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-    let mut spec = (family_of(keys)?.read)(keys)?;
+    let family = family_of(keys)?;
+    let mut config = keys.0.clone();
+    for (alias, key) in family.aliases {
+        if let Some(value) = config.remove(*alias).filter(|value| !value.is_null()) {
+            config.insert((*key).to_owned(), value);
+        }
+    }
+    let keys = &ConfigReader(&config);
+    let mut spec = (family.read)(keys)?;
     spec.pad_token_id = keys.0.get("pad_token_id").and_then(|id| u32::try_from(id.as_u64()?).ok());
     let count = spec.parameter_count();
     if count > MAX_PARAMETERS {

@@ -64,6 +64,8 @@ pub struct Family {
     pub(crate) model_type: &'static str,
     /// The class in transformers.
     pub(super) class: &'static str,
+    /// Keys of `config.json` that mean the same as other keys: transformers' `attribute_map`.
+    pub(super) aliases: &'static [(&'static str, &'static str)],
     /// Keys of `config.json` that turn biases on: of attention, and of MLPs.
     pub(super) bias_keys: &'static [&'static str],
     /// Built-in architectures with a name, with dropout off.

@@ -10,6 +10,12 @@ use serde_json::{Value, json};
 pub(super) static GPT2: Family = Family {
     model_type: "gpt2",
     class: "GPT2LMHeadModel",
+    aliases: &[
+        ("hidden_size", "n_embd"),
+        ("max_position_embeddings", "n_positions"),
+        ("num_attention_heads", "n_head"),
+        ("num_hidden_layers", "n_layer"),
+    ],
     bias_keys: &[],
     named: &[
         // Ours: 0.8 million parameters over 256 bytes and one end-of-text token.

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 pub(super) static GPT_OSS: Family = Family {
     model_type: "gpt_oss",
     class: "GptOssForCausalLM",
+    aliases: &[("num_experts", COUNT)],
     bias_keys: &["attention_bias"],
     named: &[],
     read,

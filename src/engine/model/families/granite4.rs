@@ -9,6 +9,7 @@ use serde_json::Value;
 pub(super) static GRANITE4: Family = Family {
     model_type: "granitemoehybrid",
     class: "GraniteMoeHybridForCausalLM",
+    aliases: &[("layers_block_type", "layer_types")],
     bias_keys: &["attention_bias"],
     read,
     write: |spec| {
@@ -63,8 +64,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     if experts > 0 {
         return Err(format!("`{EXPERTS}` is {experts}; the engine has models without experts only"));
     }
-    let layers = ["layer_types", "layers_block_type"].into_iter().find_map(|key| keys.0.get(key)?.as_array());
-    let Some(layers) = layers else {
+    let Some(layers) = keys.0.get("layer_types").and_then(Value::as_array) else {
         return Err("`layer_types` is missing; its default is layers with a state space, which the engine lacks".into());
     };
     if let Some(other) = layers.iter().find(|kind| *kind != "attention" && *kind != "full_attention") {

@@ -20,6 +20,7 @@ pub(super) static LLAMA: Family = BASE;
 pub(super) const BASE: Family = Family {
     model_type: "llama",
     class: "LlamaForCausalLM",
+    aliases: &[],
     bias_keys: &["attention_bias", "mlp_bias"],
     named: &[
         ("smollm2-135m", || ModelSpec { initializer_range: 1.0 / 24.0, ..smollm2(30, 576, 9, 1536) }),

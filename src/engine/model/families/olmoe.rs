@@ -9,13 +9,14 @@ use serde_json::Value;
 pub(super) static OLMOE: Family = Family {
     model_type: "olmoe",
     class: "OlmoeForCausalLM",
+    aliases: &[("num_local_experts", COUNT)],
     bias_keys: &["attention_bias"],
     named: &[],
     read,
     write,
     gguf: GgufFormat {
         architecture: "olmoe",
-        keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys("num_experts")],
+        keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys(COUNT)],
         tied_head: Some(false),
         read: |_, json| drop(json.insert(NORMALIZED.into(), false.into())),
         write: |spec, _| spec.check_normalized(false),
@@ -24,10 +25,13 @@ pub(super) static OLMOE: Family = Family {
     ..llama::BASE
 };
 
+/// The key of the number of experts.
+pub(super) const COUNT: &str = "num_experts";
+
 /// Writes the keys that OLMoE and Qwen 3 share.
 pub(super) fn write(spec: &ModelSpec) -> Value {
     let mut json = llama::write(spec);
-    Experts::write(spec, &mut json, "num_experts");
+    Experts::write(spec, &mut json, COUNT);
     json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
     json
 }
@@ -52,6 +56,6 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         return Err(format!("`clip_qkv` is {limit}; the engine does not clip queries, keys and values"));
     }
     let normalized = keys.bool(NORMALIZED, false)?;
-    let experts = Experts::read(keys, ("num_experts", 64), 8, 0.01, spec.num_layers, normalized)?;
+    let experts = Experts::read(keys, (COUNT, 64), 8, 0.01, spec.num_layers, normalized)?;
     Ok(ModelSpec { experts: Some(experts), ..spec })
 }

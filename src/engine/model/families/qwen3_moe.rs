@@ -1,5 +1,6 @@
 //! Qwen 3 with experts (Yang et al., 2025): Qwen 3 with a mixture of MLPs in every block.
 
+use super::olmoe::COUNT;
 use super::{llama, olmoe, qwen2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::mixture::{Experts, NORMALIZED};
@@ -10,6 +11,7 @@ use serde_json::Value;
 pub(super) static QWEN3_MOE: Family = Family {
     model_type: "qwen3_moe",
     class: "Qwen3MoeForCausalLM",
+    aliases: &[("num_local_experts", COUNT)],
     bias_keys: &["attention_bias"],
     named: &[],
     read,
@@ -20,7 +22,7 @@ pub(super) static QWEN3_MOE: Family = Family {
     },
     gguf: GgufFormat {
         architecture: "qwen3moe",
-        keys: &[llama::GGUF_KEYS, &Experts::gguf_keys("num_experts"), &Experts::gguf_width(INNER)],
+        keys: &[llama::GGUF_KEYS, &Experts::gguf_keys(COUNT), &Experts::gguf_width(INNER)],
         read: |_, json| drop(json.insert(NORMALIZED.into(), true.into())),
         write: |spec, _| spec.check_normalized(true),
         ..llama::OTHER_GGUF
@@ -51,9 +53,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         return Err(format!("`decoder_sparse_step` is {step}; the engine has experts in all blocks or in none"));
     }
     let inner = keys.positive_usize(INNER, 768)?;
-    // Newer configurations name the number as Mixtral's do.
-    let count = if keys.0.contains_key("num_local_experts") { "num_local_experts" } else { "num_experts" };
     let normalized = keys.bool(NORMALIZED, false)?;
-    let experts = Experts::read(keys, (count, 128), 8, 0.001, spec.num_layers, normalized)?;
+    let experts = Experts::read(keys, (COUNT, 128), 8, 0.001, spec.num_layers, normalized)?;
     Ok(ModelSpec { intermediate_size: inner, experts: Some(experts), ..spec })
 }

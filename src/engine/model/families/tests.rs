@@ -277,6 +277,26 @@ fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
 }
 
 #[test]
+fn other_names_of_keys_count_as_in_transformers() {
+    for (alias, key, mut config) in [
+        ("hidden_size", "n_embd", json!({"model_type": "gpt2", "n_embd": 48})),
+        ("max_position_embeddings", "n_positions", json!({"model_type": "gpt2", "n_positions": 48})),
+        ("num_attention_heads", "n_head", json!({"model_type": "gpt2", "n_head": 48})),
+        ("num_hidden_layers", "n_layer", json!({"model_type": "gpt2", "n_layer": 48})),
+        ("num_local_experts", "num_experts", json!({"model_type": "qwen3_moe", "num_experts": 48})),
+        ("num_local_experts", "num_experts", json!({"model_type": "olmoe", "num_experts": 48})),
+        ("num_experts", "num_local_experts", json!({"model_type": "gpt_oss", "num_local_experts": 48})),
+    ] {
+        let expected = read(&config);
+        assert_ne!(read(&json!({"model_type": config["model_type"]})), expected);
+        config[alias] = config[key].take();
+        assert_eq!(read(&config), expected, "{alias}");
+        let [model_type, value] = ["model_type", alias].map(|key| config[key].clone());
+        assert_eq!(read(&json!({"model_type": model_type, alias: value})), expected, "{alias}");
+    }
+}
+
+#[test]
 fn only_gemma_3_has_a_key_for_the_base_of_layers_with_windows() {
     for (model_type, bases) in [("gemma3_text", [1e6, 3e4]), ("olmo3", [5e5; 2])] {
         let config = json!({"model_type": model_type, "num_hidden_layers": 2, "rope_local_base_freq": 3e4});

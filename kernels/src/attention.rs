@@ -205,10 +205,9 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
                 let sink = sinks.as_ref().map(|sinks| sinks[head]);
-                isa::vectorize(
-                    #[inline(always)]
-                    || forward_head(Sequence::new(shape, b, documents), head, sink, sources, dropout, out, lse),
-                );
+                isa::vectorize!({
+                    forward_head(Sequence::new(shape, b, documents), head, sink, sources, dropout, out, lse);
+                });
             });
         })
     })?
@@ -314,10 +313,7 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
             let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
             let sequence = Sequence::new(shape, b, operands.documents);
-            isa::vectorize(
-                #[inline(always)]
-                || backward_group(sequence, kv_head, &saved, gradients),
-            );
+            isa::vectorize!(backward_group(sequence, kv_head, &saved, gradients));
         });
     })
 }
@@ -406,10 +402,7 @@ fn backward_heads(
     d_q: ColumnWriter<'_>,
 ) {
     if heads.len() == 1 {
-        return isa::vectorize(
-            #[inline(always)]
-            || backward_head(sequence, heads.start, saved, shared, [dk, dv], d_q),
-        );
+        return isa::vectorize!(backward_head(sequence, heads.start, saved, shared, [dk, dv], d_q));
     }
     let middle = usize::midpoint(heads.start, heads.end);
     let n = sequence.elements();

@@ -63,27 +63,21 @@ impl Element for bf16 {
     #[inline]
     fn load(source: &[Self], target: &mut [f32]) {
         assert_eq!(source.len(), target.len());
-        vectorize(
-            #[inline(always)]
-            || {
-                for (&from, to) in source.iter().zip(target) {
-                    *to = from.to_f32();
-                }
-            },
-        );
+        vectorize!({
+            for (&from, to) in source.iter().zip(target) {
+                *to = from.to_f32();
+            }
+        });
     }
 
     #[inline]
     fn store(source: &[f32], target: &mut [Self]) {
         assert_eq!(source.len(), target.len());
-        vectorize(
-            #[inline(always)]
-            || {
-                for (&from, to) in source.iter().zip(target) {
-                    *to = Element::from_f32(from);
-                }
-            },
-        );
+        vectorize!({
+            for (&from, to) in source.iter().zip(target) {
+                *to = Element::from_f32(from);
+            }
+        });
     }
 
     #[inline(always)]

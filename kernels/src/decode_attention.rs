@@ -96,10 +96,9 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
             let kv_head = task % kv_heads;
             let (keys, values, sequence, rows) = &caches[task / kv_heads];
             let heads = (kv_head, sinks.as_deref());
-            isa::vectorize(
-                #[inline(always)]
-                || attend_group(shape, heads, **sequence, [keys.view(), values.view()], (queries, rows.start, out)),
-            );
+            isa::vectorize!({
+                attend_group(shape, heads, **sequence, [keys.view(), values.view()], (queries, rows.start, out));
+            });
         });
     })
 }

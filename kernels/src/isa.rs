@@ -1,6 +1,6 @@
 //! The vector instructions the kernels use: detected once, or set by `FINETUNE_ISA` so that tests can cover every path.
 //!
-//! [`vectorize`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
+//! [`vectorize!`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
 //! fuses a multiplication with an addition on its own, so such loops give the same bits on every instruction set.
 
 use std::sync::OnceLock;
@@ -126,10 +126,21 @@ fn unknown_isa(text: &str) -> String {
     format!("unknown instruction set `{text}`; known are {known}")
 }
 
-/// Runs `body` compiled for the current instruction set.
+/// Evaluates an expression compiled for the current instruction set.
 ///
-/// Only code inlined into `body` benefits, so write `vectorize(#[inline(always)] || …)` and mark its helpers
-/// `#[inline(always)]`, or keep them tiny.
+/// Only inlined code benefits, so mark the functions that it calls `#[inline(always)]`, or keep them tiny.
+#[macro_export]
+macro_rules! vectorize {
+    ($body:expr) => {
+        $crate::isa::vectorize(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+pub use crate::vectorize;
+
+/// Runs `body`, which the macro [`vectorize!`] marks to be inlined.
 #[inline]
 pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
@@ -177,12 +188,6 @@ mod tests {
         assert!(Isa::current().is_supported());
         assert!(Isa::Portable.is_supported());
         let data: Vec<f32> = (0..100).map(|i| i as f32).collect();
-        assert_eq!(
-            vectorize(
-                #[inline(always)]
-                || data.iter().map(|x| x * 2.0).sum::<f32>()
-            ),
-            9900.0
-        );
+        assert_eq!(vectorize!(data.iter().map(|x| x * 2.0).sum::<f32>()), 9900.0);
     }
 }

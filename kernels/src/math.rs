@@ -272,14 +272,11 @@ mod tests {
     fn slices_get_the_same_bits_as_single_values() {
         fn check(inputs: &[f32], function: impl Fn(f32) -> f32) {
             let mut values = inputs.to_vec();
-            vectorize(
-                #[inline(always)]
-                || {
-                    for value in &mut values {
-                        *value = function(*value);
-                    }
-                },
-            );
+            vectorize!({
+                for value in &mut values {
+                    *value = function(*value);
+                }
+            });
             assert!(values.iter().zip(inputs).all(|(value, input)| value.to_bits() == function(*input).to_bits()));
         }
         let inputs: Vec<f32> = sweep(f32::MAX).step_by(97).collect();

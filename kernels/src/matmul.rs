@@ -317,14 +317,11 @@ impl<'a> Packed<'a> {
         let [a, b] = [(self.a, row, rows), (self.b, col, cols)]
             .map(|(packed, line, width)| &packed[line * all + words.start * width..line * all + words.end * width]);
         ready.run(a, b, none, second);
-        vectorize(
-            #[inline(always)]
-            || {
-                for (sum, second) in tile.0[..rows * cols].iter_mut().zip(&second.0) {
-                    *sum += self.alpha * second;
-                }
-            },
-        );
+        vectorize!({
+            for (sum, second) in tile.0[..rows * cols].iter_mut().zip(&second.0) {
+                *sum += self.alpha * second;
+            }
+        });
     }
 }
 

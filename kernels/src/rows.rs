@@ -94,10 +94,7 @@ fn descend<V: SplitRows>(
     f: &(impl Fn(usize, usize, V) + Sync),
 ) {
     if rows <= grain {
-        return isa::vectorize(
-            #[inline(always)]
-            || f(first, rows, out),
-        );
+        return isa::vectorize!(f(first, rows, out));
     }
     let half = (rows / 2).next_multiple_of(grain);
     let (a, b) = out.split_rows(half);

@@ -113,10 +113,7 @@ pub fn merge_chunks(chunks: impl Iterator<Item = TensorStats>) -> TensorStats {
 
 fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
     if view.len() <= PART {
-        return isa::vectorize(
-            #[inline(always)]
-            || leaf(view, format, exponents),
-        );
+        return isa::vectorize!(leaf(view, format, exponents));
     }
     let cut = (view.len() / 2).next_multiple_of(PART);
     let low = view.slice(0..cut);

@@ -92,18 +92,15 @@ impl<C: Element> OutputMatrix<C> {
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: TileRect, scratch: &mut Scratch<C>) {
         if let Some(floats) = self.as_floats() {
-            return vectorize(
-                #[inline(always)]
-                || {
-                    for (i, sums) in tile.0.chunks_exact_mut(width).enumerate().take(area.rows) {
-                        // SAFETY: the caller's promise.
-                        let row = unsafe { floats.row(area, i) };
-                        for (sum, old) in sums.iter_mut().zip(row) {
-                            *sum += *old;
-                        }
+            return vectorize!({
+                for (i, sums) in tile.0.chunks_exact_mut(width).enumerate().take(area.rows) {
+                    // SAFETY: the caller's promise.
+                    let row = unsafe { floats.row(area, i) };
+                    for (sum, old) in sums.iter_mut().zip(row) {
+                        *sum += *old;
                     }
-                },
-            );
+                }
+            });
         }
         let Scratch { narrow, wide } = scratch;
         let count = area.rows * width;
@@ -112,14 +109,11 @@ impl<C: Element> OutputMatrix<C> {
             copy(unsafe { self.row(area, i) }, &mut target[..area.cols]);
         }
         C::load(&narrow[..count], &mut wide[..count]);
-        vectorize(
-            #[inline(always)]
-            || {
-                for (sum, old) in tile.0[..count].iter_mut().zip(&wide[..count]) {
-                    *sum += old;
-                }
-            },
-        );
+        vectorize!({
+            for (sum, old) in tile.0[..count].iter_mut().zip(&wide[..count]) {
+                *sum += old;
+            }
+        });
     }
 
     /// Rounds a tile into this matrix.
@@ -128,15 +122,12 @@ impl<C: Element> OutputMatrix<C> {
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: TileRect, scratch: &mut Scratch<C>) {
         if let Some(floats) = self.as_floats() {
-            return vectorize(
-                #[inline(always)]
-                || {
-                    for (i, source) in tile.0.chunks_exact(width).enumerate().take(area.rows) {
-                        // SAFETY: the caller's promise.
-                        copy(&source[..area.cols], unsafe { floats.row(area, i) });
-                    }
-                },
-            );
+            return vectorize!({
+                for (i, source) in tile.0.chunks_exact(width).enumerate().take(area.rows) {
+                    // SAFETY: the caller's promise.
+                    copy(&source[..area.cols], unsafe { floats.row(area, i) });
+                }
+            });
         }
         let narrow = &mut scratch.narrow;
         let count = area.rows * width;
@@ -162,43 +153,33 @@ impl<C: Element> OutputMatrix<C> {
         if let (Some(floats), 1.0, None) = (self.as_floats(), epilogue.alpha, epilogue.bias)
             && area.cols.is_multiple_of(BLOCK)
         {
-            return vectorize(
-                #[inline(always)]
-                || {
-                    for i in 0..area.rows {
-                        let (sums, _) = tile.0[i * width..][..area.cols].as_chunks::<BLOCK>();
-                        // SAFETY: the caller's promise.
-                        let (row, _) = unsafe { floats.row(area, i) }.as_chunks_mut::<BLOCK>();
-                        for (sums, row) in sums.iter().zip(row) {
-                            *row =
-                                std::array::from_fn(|k| if epilogue.accumulate { sums[k] + row[k] } else { sums[k] });
-                        }
+            return vectorize!({
+                for i in 0..area.rows {
+                    let (sums, _) = tile.0[i * width..][..area.cols].as_chunks::<BLOCK>();
+                    // SAFETY: the caller's promise.
+                    let (row, _) = unsafe { floats.row(area, i) }.as_chunks_mut::<BLOCK>();
+                    for (sums, row) in sums.iter().zip(row) {
+                        *row = std::array::from_fn(|k| if epilogue.accumulate { sums[k] + row[k] } else { sums[k] });
                     }
-                },
-            );
+                }
+            });
         }
         if epilogue.alpha != 1.0 {
-            vectorize(
-                #[inline(always)]
-                || {
-                    for sum in &mut tile.0[..area.rows * width] {
-                        *sum *= epilogue.alpha;
-                    }
-                },
-            );
+            vectorize!({
+                for sum in &mut tile.0[..area.rows * width] {
+                    *sum *= epilogue.alpha;
+                }
+            });
         }
         if let Some(bias) = epilogue.bias {
             let bias = &bias[area.col..][..area.cols];
-            vectorize(
-                #[inline(always)]
-                || {
-                    for row in tile.0.chunks_exact_mut(width).take(area.rows) {
-                        for (sum, bias) in row.iter_mut().zip(bias) {
-                            *sum += bias;
-                        }
+            vectorize!({
+                for row in tile.0.chunks_exact_mut(width).take(area.rows) {
+                    for (sum, bias) in row.iter_mut().zip(bias) {
+                        *sum += bias;
                     }
-                },
-            );
+                }
+            });
         }
         // SAFETY: the caller's promise.
         unsafe {

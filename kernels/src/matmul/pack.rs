@@ -186,17 +186,14 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
     panels: &mut [u32],
     panel_words: usize,
 ) {
-    vectorize(
-        #[inline(always)]
-        || match unit {
-            PackUnit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
-            PackUnit::Bf16Pair | PackUnit::TileColumn => {
-                pair_rows::<WIDTH>(lines.bf16(), present, depth, panels, panel_words);
-            }
-            PackUnit::Bf16Quad => transpose_rows::<WIDTH, 2>(lines.bf16(), present, depth, panels, panel_words),
-            PackUnit::TileRow => transpose_rows::<WIDTH, TILE_PAIRS>(lines.bf16(), present, depth, panels, panel_words),
-        },
-    );
+    vectorize!(match unit {
+        PackUnit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
+        PackUnit::Bf16Pair | PackUnit::TileColumn => {
+            pair_rows::<WIDTH>(lines.bf16(), present, depth, panels, panel_words);
+        }
+        PackUnit::Bf16Quad => transpose_rows::<WIDTH, 2>(lines.bf16(), present, depth, panels, panel_words),
+        PackUnit::TileRow => transpose_rows::<WIDTH, TILE_PAIRS>(lines.bf16(), present, depth, panels, panel_words),
+    });
 }
 
 /// Spreads one row of FP32 values after another over the panels.

@@ -473,14 +473,11 @@ pub fn sample_init(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) 
 fn sample_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
     const PART: usize = 1 << 14;
     out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
-        vectorize(
-            #[inline(always)]
-            || {
-                stream.fill_normal(site, 0, (first / 2 + part * (PART / 2)) as u32, out);
-                for x in out {
-                    *x *= std;
-                }
-            },
-        );
+        vectorize!({
+            stream.fill_normal(site, 0, (first / 2 + part * (PART / 2)) as u32, out);
+            for x in out {
+                *x *= std;
+            }
+        });
     });
 }

@@ -21,7 +21,7 @@ use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::{StoredModel, WeightSource};
 use crate::telemetry::ProcessStats;
-use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, TrainEngine, WeightInit, engine};
+use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, WeightInit, engine};
 use crate::{Error, Result};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
@@ -194,7 +194,11 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         refill(&mut batches);
         // A GPU still updates the weights in the meantime.
         let began = if open.device.is_cpu() { Instant::now() } else { began };
-        timed_step(&mut engine, &batches, began, peak)
+        let before = Allocations::now();
+        let report = engine.step(&batches)?;
+        let wall = began.elapsed();
+        let allocations = Allocations::now().since(before);
+        Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
     };
     let warmup = (0..args.warmup).map(|_| step()).collect::<Result<Vec<_>>>()?;
     if let Some(profile) = &profile {
@@ -225,19 +229,6 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     report["first_step_ms"] = json!(first_step.map(millis));
     report["startup_ms"] = json!(millis(startup));
     Ok(report)
-}
-
-fn timed_step(
-    engine: &mut TrainEngine,
-    batches: &[Batch],
-    began: Instant,
-    peak: Option<fn() -> Peak>,
-) -> Result<Sample> {
-    let before = Allocations::now();
-    let report = engine.step(batches)?;
-    let wall = began.elapsed();
-    let allocations = Allocations::now().since(before);
-    Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
 }
 
 /// Fills in random ids; each is the target of the previous one, as in a text.

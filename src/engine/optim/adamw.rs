@@ -52,12 +52,6 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
 }
 
-impl AdamWConfig {
-    pub(crate) fn weight_decay_for(&self, entry: &ParamSpec) -> f32 {
-        if entry.decay { self.weight_decay as f32 } else { 0.0 }
-    }
-}
-
 /// Adam's moments.
 #[derive(Debug)]
 pub struct AdamW {
@@ -198,7 +192,7 @@ impl AdamW {
             // FP32 copies, which some processes have of wide layers, show every update.
             let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weights[i].dtype() != DType::F32);
             let grad = &grads[i];
-            let weight_decay = config.weight_decay_for(entry);
+            let weight_decay = if entry.decay { config.weight_decay as f32 } else { 0.0 };
             let master = &masters.parameters()[i];
             if master.elem_count() == 0 {
                 // Other processes have its elements.

@@ -19,7 +19,8 @@ impl Comparison {
             out.push_str(&picture);
         }
         self.html_differences(&mut out);
-        self.html_figures(&mut out);
+        let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
+        out.push_str(&group_table(caption, &self.labels(Some("−")), self.figures()));
         page(&format!("Runs compared: {}", names.join(" · ")), "Runs compared", "", &out)
     }
 
@@ -56,11 +57,6 @@ impl Comparison {
             return;
         }
         out.push_str(&group_table("Settings that differ", &self.labels(None), self.settings()));
-    }
-
-    fn html_figures(&self, out: &mut String) {
-        let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
-        out.push_str(&group_table(caption, &self.labels(Some("−")), self.figures()));
     }
 
     fn axes(&self, y: (f64, f64)) -> SvgAxes {

@@ -20,13 +20,10 @@ pub(crate) struct Ranges {
 pub(crate) struct RangeRow {
     pub(crate) format: &'static str,
     /// The smallest positive number.
-    #[serde(serialize_with = "serialize")]
     pub(crate) min_subnormal: f64,
     /// The smallest with full precision.
-    #[serde(serialize_with = "serialize")]
     pub(crate) min_normal: f64,
     /// The largest finite number.
-    #[serde(serialize_with = "serialize")]
     pub(crate) max: f64,
     /// Significant bits of a normal number, including the implied one.
     pub(crate) significant_bits: u32,
@@ -35,7 +32,6 @@ pub(crate) struct RangeRow {
     /// Bytes per number.
     pub(crate) bytes: u32,
     /// Distance from 1 to the next larger number.
-    #[serde(serialize_with = "serialize")]
     pub(crate) ulp_at_1: f64,
 }
 

@@ -14,6 +14,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Requests for optional files of a model.
@@ -49,11 +50,11 @@ struct State {
     log: Vec<String>,
 }
 
-/// A server on a separate port; it lives as long as the test process.
-#[derive(Clone)]
+/// A server on a separate port, which lives as long as the test process, and a cache for its files.
 struct Server {
     address: String,
     state: Arc<Mutex<State>>,
+    cache: TempDir,
 }
 
 impl Server {
@@ -61,7 +62,7 @@ impl Server {
     fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let server = Self { address, state: Arc::default() };
+        let server = Self { address, state: Arc::default(), cache: tempfile::tempdir().unwrap() };
         server.state.lock().unwrap().commit = COMMIT.to_owned();
         server.put("config.json", br#"{"model_type": "gpt2"}"#);
         server.put("tokenizer.json", b"{}");
@@ -100,16 +101,24 @@ impl Server {
         std::mem::take(&mut self.state.lock().unwrap().log)
     }
 
-    fn settings(&self, cache: &Path) -> Settings {
+    fn cache(&self) -> &Path {
+        self.cache.path()
+    }
+
+    fn settings(&self) -> Settings {
         let mut settings = Settings::from_vars(|_| None);
         settings.endpoint.clone_from(&self.address);
-        settings.cache = cache.to_owned();
+        settings.cache = self.cache().to_owned();
         settings.backoff = Duration::from_millis(1);
         settings
     }
 
-    fn model(&self, cache: &Path) -> Result<ModelFiles> {
-        Hub::new(self.settings(cache)).model("distilgpt2", None)
+    fn offline(&self) -> Settings {
+        Settings { offline: true, ..self.settings() }
+    }
+
+    fn model(&self) -> Result<ModelFiles> {
+        Hub::new(self.settings()).model("distilgpt2", None)
     }
 }
 
@@ -247,11 +256,10 @@ fn text<T>(result: Result<T>) -> String {
 #[test]
 fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     let mut progress = Vec::new();
     let mut report = |event| progress.push(event);
-    let files = Hub::new(server.settings(cache.path())).report_to(&mut report).model("distilgpt2", None).unwrap();
-    let repo = cache.path().join("models--distilbert--distilgpt2");
+    let files = Hub::new(server.settings()).report_to(&mut report).model("distilgpt2", None).unwrap();
+    let repo = server.cache().join("models--distilbert--distilgpt2");
     assert_eq!(files.folder, repo.join("snapshots").join(COMMIT));
     assert_eq!((files.repo.as_str(), files.commit.as_str()), ("distilbert/distilgpt2", COMMIT));
     assert_eq!(fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
@@ -265,35 +273,33 @@ fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
     let size = weights.len() as u64;
     let what = "downloading model.safetensors".into();
     assert_eq!(last, Some(&LoadEvent::Progress { what, done: size, total: size }));
-    assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
 
     // Again: only whether the branch has moved, and whether the optional files exist now, is asked.
     server.requests();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.model().unwrap(), files);
     assert_eq!(server.requests(), ["ASK config.json"].into_iter().chain(OPTIONAL).collect::<Vec<_>>());
     // A commit cannot move.
-    Hub::new(server.settings(cache.path())).model("distilgpt2", Some(COMMIT)).unwrap();
+    Hub::new(server.settings()).model("distilgpt2", Some(COMMIT)).unwrap();
     assert_eq!(server.requests(), OPTIONAL);
 }
 
 #[test]
 fn offline_uses_the_cache_and_nothing_else() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     server.requests();
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
-    let message = text(Hub::new(offline.clone()).model("gpt2", None));
+    assert_eq!(Hub::new(server.offline()).model("distilgpt2", None).unwrap(), files);
+    let message = text(Hub::new(server.offline()).model("gpt2", None));
     for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");
     }
-    let other = Settings { offline_variable: "TRANSFORMERS_OFFLINE", ..offline.clone() };
+    let other = Settings { offline_variable: "TRANSFORMERS_OFFLINE", ..server.offline() };
     let message = text(Hub::new(other).model("gpt2", None));
     assert!(message.contains("unset `TRANSFORMERS_OFFLINE`") && !message.contains("HF_HUB_OFFLINE"), "{message}");
     // The model has weights, but they are not cached.
     fs::remove_file(files.folder.join("model.safetensors")).unwrap();
-    let message = text(Hub::new(offline).model("distilgpt2", None));
+    let message = text(Hub::new(server.offline()).model("distilgpt2", None));
     assert!(message.contains("cannot get `model.safetensors`: it is not in the cache"), "{message}");
     assert_eq!(server.requests(), [] as [String; 0]);
 }
@@ -312,18 +318,16 @@ fn make_plain(files: &ModelFiles) {
 #[test]
 fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     make_plain(&files);
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert_eq!(Hub::new(offline).model("distilgpt2", None).unwrap(), files);
+    assert_eq!(Hub::new(server.offline()).model("distilgpt2", None).unwrap(), files);
     // Online nothing is downloaded again, except what does not match.
     server.requests();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.model().unwrap(), files);
     assert!(!server.requests().iter().any(|request| request.starts_with("GET")));
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
     fs::write(files.folder.join("model.safetensors"), b"damaged").unwrap();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.model().unwrap(), files);
     assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
 }
 
@@ -331,23 +335,21 @@ fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
 #[test]
 fn weights_that_python_shares_between_repositories_are_found() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
-    let blob = cache.path().join("models--distilbert--distilgpt2/blobs").join(sha256(&weights));
+    let blob = server.cache().join("models--distilbert--distilgpt2/blobs").join(sha256(&weights));
     let hash = "ab".repeat(32);
-    let shared = cache.path().join("blobs/ab").join(&hash);
+    let shared = server.cache().join("blobs/ab").join(&hash);
     fs::create_dir_all(shared.parent().unwrap()).unwrap();
     fs::rename(&blob, &shared).unwrap();
     std::os::unix::fs::symlink(format!("../../blobs/ab/{hash}"), &blob).unwrap();
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
+    assert_eq!(Hub::new(server.offline()).model("distilgpt2", None).unwrap(), files);
     server.requests();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.model().unwrap(), files);
     assert_eq!(server.requests(), ["ASK config.json"].into_iter().chain(OPTIONAL).collect::<Vec<_>>());
     // A damaged one is not used, and stays as it is.
     fs::write(&shared, b"damaged").unwrap();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.model().unwrap(), files);
     assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
     assert_eq!(fs::read(&shared).unwrap(), b"damaged");
     // Only the name of a repository's blob verifies the contents.
@@ -355,7 +357,7 @@ fn weights_that_python_shares_between_repositories_are_found() {
     fs::remove_file(files.folder.join("model.safetensors")).unwrap();
     let direct = format!("../../../blobs/ab/{hash}");
     std::os::unix::fs::symlink(direct, files.folder.join("model.safetensors")).unwrap();
-    let message = text(Hub::new(offline).model("distilgpt2", None));
+    let message = text(Hub::new(server.offline()).model("distilgpt2", None));
     assert!(message.contains("is not a file of this cache"), "{message}");
 }
 
@@ -369,20 +371,19 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
         "503 Service Unavailable",
     ] {
         let server = Server::start();
-        let cache = tempfile::tempdir().unwrap();
         server.remove("model.safetensors");
         server.put("model-1.safetensors", b"one");
         server.put("model.safetensors.index.json", br#"{"weight_map": {"a": "model-1.safetensors"}}"#);
-        let files = server.model(cache.path()).unwrap();
+        let files = server.model().unwrap();
         let optional = OPTIONAL.map(|request| request.trim_start_matches("ASK "));
         let others = ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"];
         for file in optional.into_iter().chain(others).chain(["model-1.safetensors"]) {
             server.fault(file, Fault::Status(status));
         }
-        assert_eq!(server.model(cache.path()).unwrap(), files, "{status}");
+        assert_eq!(server.model().unwrap(), files, "{status}");
         // Without the shard, the first failure is the reason.
         fs::remove_file(files.folder.join("model.safetensors.index.json")).unwrap();
-        let message = text(server.model(cache.path()));
+        let message = text(server.model());
         assert!(message.contains("cannot get `model.safetensors`: the server"), "{status}: {message}");
     }
 }
@@ -390,18 +391,16 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
 #[test]
 fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    server.model(cache.path()).unwrap();
-    let short = cache.path().join("models--distilgpt2");
-    fs::rename(cache.path().join("models--distilbert--distilgpt2"), &short).unwrap();
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    let open = |name| Hub::new(offline.clone()).model(name, None);
+    server.model().unwrap();
+    let short = server.cache().join("models--distilgpt2");
+    fs::rename(server.cache().join("models--distilbert--distilgpt2"), &short).unwrap();
+    let open = |name| Hub::new(server.offline()).model(name, None);
     for name in ["distilgpt2", "distilbert/distilgpt2"] {
         assert_eq!(open(name).unwrap().folder, short.join("snapshots").join(COMMIT));
     }
     let message = text(open("gpt2"));
     assert!(message.contains("`hf download openai-community/gpt2`"), "{message}");
-    assert!(message.contains(&cache.path().display().to_string()), "{message}");
+    assert!(message.contains(&server.cache().display().to_string()), "{message}");
     assert!(!text(open("owner/name")).contains("--init random"));
     // From the last cause to the first, as each hides the later ones.
     let tokenizer = short.join("snapshots").join(COMMIT).join("tokenizer.json");
@@ -416,10 +415,9 @@ fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
 #[test]
 fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings(cache.path()) };
+    let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings() };
     let mut notices = Vec::new();
     let mut report = |event| {
         if let LoadEvent::Notice(notice) = event {
@@ -440,16 +438,15 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
 #[test]
 fn a_moved_branch_is_noticed_and_the_old_commit_stays() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let old = server.model(cache.path()).unwrap();
+    let old = server.model().unwrap();
     server.state.lock().unwrap().commit = LATER_COMMIT.to_owned();
     server.put("config.json", br#"{"model_type": "gpt2", "n_layer": 2}"#);
     server.requests();
-    let new = server.model(cache.path()).unwrap();
+    let new = server.model().unwrap();
     assert_eq!(new.commit, LATER_COMMIT);
     assert!(!server.requests().iter().any(|request| request == "GET model.safetensors"), "the weights did not change");
     assert!(old.folder.join("config.json").exists() && new.folder.join("model.safetensors").exists());
-    let pinned = Hub::new(server.settings(cache.path())).model("distilgpt2", Some(COMMIT)).unwrap();
+    let pinned = Hub::new(server.settings()).model("distilgpt2", Some(COMMIT)).unwrap();
     assert_eq!(pinned, old);
 }
 
@@ -468,57 +465,52 @@ fn refusals_by_status_say_what_to_do_and_leave_nothing() {
         ("418 I'm a teapot", "the server answers 418", 1),
     ];
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     for (status, expected, requests) in cases {
         server.fault("config.json", Fault::Status(status));
-        let message = text(server.model(cache.path()));
+        let message = text(server.model());
         assert!(message.contains(expected), "{status}: {message}");
         assert_eq!(server.requests().len(), requests, "{status}");
     }
-    assert_eq!(fs::read_dir(cache.path()).unwrap().count(), 0, "nothing was stored");
+    assert_eq!(fs::read_dir(server.cache()).unwrap().count(), 0, "nothing was stored");
 }
 
 #[test]
 fn a_temporary_failure_is_retried() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.fault("config.json", Fault::StatusFor(2, "500 Internal Server Error"));
     server.fault("tokenizer.json", Fault::StatusFor(1, "429 Too Many Requests\r\nRetry-After: 1"));
     let start = Instant::now();
-    server.model(cache.path()).unwrap();
+    server.model().unwrap();
     assert!(start.elapsed() >= Duration::from_secs(1), "the pause asked for is kept");
 }
 
 #[test]
 fn a_dropped_connection_goes_on_where_it_broke() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.fault("model.safetensors", Fault::DropsOnce);
-    server.model(cache.path()).unwrap();
+    server.model().unwrap();
     let requests = server.requests();
     assert!(requests.contains(&"GET model.safetensors+range".to_owned()), "{requests:?}");
-    assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
 }
 
 #[test]
 fn a_redirect_within_the_endpoint_is_followed() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     let weights = server.state.lock().unwrap().files["model.safetensors"].clone();
     server.put("there", &weights);
     for address in ["", &server.address] {
         let redirect = format!("HTTP/1.1 302 X\r\nLocation: {address}/o/n/resolve/main/there\r\n\r\n");
         server.fault("model.safetensors", Fault::Raw { ask: None, get: Some(redirect) });
-        server.model(cache.path()).unwrap();
-        fs::remove_dir_all(cache.path().join("models--distilbert--distilgpt2")).unwrap();
+        server.model().unwrap();
+        fs::remove_dir_all(server.cache().join("models--distilbert--distilgpt2")).unwrap();
     }
 }
 
 #[test]
 fn a_damaged_cache_is_repaired_and_offline_it_is_not_used() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     let damage = || {
         let path = files.folder.join("model.safetensors");
         let mut bytes = fs::read(&path).unwrap();
@@ -526,23 +518,21 @@ fn a_damaged_cache_is_repaired_and_offline_it_is_not_used() {
         fs::write(&path, bytes).unwrap();
     };
     damage();
-    assert_eq!(server.model(cache.path()).unwrap(), files);
-    assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
+    assert_eq!(server.model().unwrap(), files);
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
     damage();
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert!(Hub::new(offline).model("distilgpt2", None).is_err());
-    assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
+    assert!(Hub::new(server.offline()).model("distilgpt2", None).is_err());
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
 }
 
 #[test]
 fn pickled_weights_are_refused_with_the_reason() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
-    let message = text(server.model(cache.path()));
+    let message = text(server.model());
     assert!(message.contains("neither `model.safetensors` nor"), "{message}");
     server.put("pytorch_model.bin", b"a pickle");
-    let message = text(server.model(cache.path()));
+    let message = text(server.model());
     assert!(message.contains("its weights are pickled (`pytorch_model.bin`)"), "{message}");
     assert!(!server.requests().contains(&"GET pytorch_model.bin".to_owned()));
 }
@@ -550,40 +540,37 @@ fn pickled_weights_are_refused_with_the_reason() {
 #[test]
 fn sharded_weights_arrive_whole() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
     server.put("model-1.safetensors", b"one");
     server.put("model-2.safetensors", b"two");
     let index = br#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     server.put("model.safetensors.index.json", index);
-    let files = server.model(cache.path()).unwrap();
+    let files = server.model().unwrap();
     assert_eq!(fs::read(files.folder.join("model-2.safetensors")).unwrap(), b"two");
     server.put("model.safetensors.index.json", br#"{"weight_map": {"a": "../../../evil.safetensors"}}"#);
     server.state.lock().unwrap().commit = LATER_COMMIT.to_owned();
-    let message = text(server.model(cache.path()));
+    let message = text(server.model());
     assert!(message.contains("which is not a safetensors file"), "{message}");
 }
 
 #[test]
 fn several_at_once_share_a_cache() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..6).map(|_| scope.spawn(|| server.model(cache.path()).unwrap())).collect();
+        let threads: Vec<_> = (0..6).map(|_| scope.spawn(|| server.model().unwrap())).collect();
         let all: Vec<ModelFiles> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
     });
-    assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
 }
 
 #[test]
 fn data_sets_are_fetched_for_data() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.put("dir/rows.jsonl", b"{\"text\": \"x\"}");
-    let mut hub = Hub::new(server.settings(cache.path()));
+    let mut hub = Hub::new(server.settings());
     let path = hub.download(HubFile { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
-    assert_eq!(path, cache.path().join("datasets--o--n/snapshots").join(COMMIT).join("dir/rows.jsonl"));
+    assert_eq!(path, server.cache().join("datasets--o--n/snapshots").join(COMMIT).join("dir/rows.jsonl"));
     assert_eq!(fs::read(path).unwrap(), b"{\"text\": \"x\"}");
 }
 
@@ -591,7 +578,6 @@ fn data_sets_are_fetched_for_data() {
 #[test]
 fn a_whole_data_set_is_its_files_for_training() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     let files = [
         (".gitattributes", "*.bin lfs"),
         ("README.md", "A long text about the data set, longer than its rows."),
@@ -615,32 +601,31 @@ fn a_whole_data_set_is_its_files_for_training() {
                 notices.push(text);
             }
         };
-        let mut loader = DatasetBuilder::new(cache.path()).downloader(&mut hub).report_to(&mut report);
+        let mut loader = DatasetBuilder::new(server.cache()).downloader(&mut hub).report_to(&mut report);
         let (tokens, _) = loader.load_unsplit(&source, &Tokenizer::byte())?;
         Ok::<_, Error>((tokens.len(), notices))
     };
-    let (tokens, notices) = read(server.settings(cache.path())).unwrap();
+    let (tokens, notices) = read(server.settings()).unwrap();
     // A token separates both documents.
     assert_eq!(tokens, 7);
     assert_eq!(notices, ["`hf://datasets/o/n`: reading its jsonl files; left out: `README.md`, `data/test-0.jsonl`"]);
     let requests = server.requests();
     let fetched: Vec<_> = requests.iter().filter(|request| request.starts_with("GET data")).collect();
     assert_eq!(fetched, ["GET data/train-0.jsonl", "GET data/train-1.jsonl"]);
-    let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert_eq!(read(offline.clone()).unwrap(), (tokens, Vec::new()));
+    assert_eq!(read(server.offline()).unwrap(), (tokens, Vec::new()));
     assert_eq!(server.requests(), [] as [String; 0]);
     server.fault(api, Fault::Status("403 Forbidden"));
-    assert_eq!(read(server.settings(cache.path())).unwrap(), (tokens, Vec::new()));
+    assert_eq!(read(server.settings()).unwrap(), (tokens, Vec::new()));
     server.heal();
     let mut notices = Vec::new();
     let mut report = |event| notices.push(event);
-    Hub::new(offline).report_to(&mut report).list("o/n", "main").unwrap();
+    Hub::new(server.offline()).report_to(&mut report).list("o/n", "main").unwrap();
     let notice = "o/n: offline; using the 2 files in the cache, but the data set may have more";
     assert_eq!(notices, [LoadEvent::Notice(notice.to_owned())]);
     server.put(api, b"{}");
-    assert!(text(read(server.settings(cache.path()))).contains("the server's answer has no commit"));
+    assert!(text(read(server.settings())).contains("the server's answer has no commit"));
     server.remove(api);
-    assert!(text(read(server.settings(cache.path()))).contains("cannot get `the list of files`"));
+    assert!(text(read(server.settings())).contains("cannot get `the list of files`"));
 }
 
 /// The commands that use a model take it from the Hub as training does.
@@ -805,7 +790,7 @@ fn attacks_by_a_hub_are_refused() {
             (!text.is_empty()).then(|| format!("HTTP/1.1 {text}"))
         };
         server.fault(file, Fault::Raw { ask: raw(ask), get: raw(get) });
-        let settings = Settings { token: Some("hf_secret".to_owned()), ..server.settings(&cache) };
+        let settings = Settings { token: Some("hf_secret".to_owned()), cache: cache.clone(), ..server.settings() };
         let start = Instant::now();
         let impatient = Settings { timeout: Duration::from_millis(500), ..settings.clone() };
         let message = text(Hub::new(impatient).model("distilgpt2", None));
@@ -846,10 +831,9 @@ fn an_index_that_harms_is_refused() {
     ];
     for (index, expected) in cases {
         let server = Server::start();
-        let cache = tempfile::tempdir().unwrap();
         server.remove("model.safetensors");
         server.put("model.safetensors.index.json", index.as_bytes());
-        let message = text(server.model(cache.path()));
+        let message = text(server.model());
         assert!(message.contains(expected) && !message.contains(char::is_control), "{message}");
         assert!(!server.requests().iter().any(|request| request.ends_with(".safetensors+range")), "{expected}");
     }
@@ -859,7 +843,6 @@ fn an_index_that_harms_is_refused() {
 #[test]
 fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
     let index = br#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     server.put("model.safetensors.index.json", index);
@@ -867,7 +850,7 @@ fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
     server.put("model-2.safetensors", b"two");
     let huge = "HTTP/1.1 206 X\r\n{about}Content-Range: bytes 0-0/1125899906842624\r\n\r\n";
     server.fault("model-2.safetensors", Fault::Raw { ask: Some(huge.to_owned()), get: None });
-    let message = text(server.model(cache.path()));
+    let message = text(server.model());
     assert!(message.contains("cannot get `its weights`: it needs 1125899906842627 bytes"), "{message}");
     assert!(message.contains("`HF_HUB_CACHE`"), "{message}");
     assert!(!server.requests().contains(&"GET model-1.safetensors".to_owned()));
@@ -900,7 +883,7 @@ fn a_killed_download_is_resumed_and_leaves_nothing() {
     assert_eq!(fs::read(&unfinished(&cache)[0]).unwrap(), half);
     server.heal();
     server.requests();
-    server.model(&cache).unwrap();
+    Hub::new(Settings { cache: cache.clone(), ..server.settings() }).model("distilgpt2", None).unwrap();
     assert!(server.requests().contains(&"GET model.safetensors+range".to_owned()));
     assert_eq!((bad_files(&cache), unfinished(&cache)), (vec![], vec![]));
 }
@@ -908,15 +891,14 @@ fn a_killed_download_is_resumed_and_leaves_nothing() {
 #[test]
 fn a_download_that_nobody_goes_on_with_is_deleted_after_a_day() {
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let blobs = cache.path().join("models--distilbert--distilgpt2/blobs");
+    let blobs = server.cache().join("models--distilbert--distilgpt2/blobs");
     fs::create_dir_all(&blobs).unwrap();
     let day = Duration::from_hours(24);
     for (name, age) in [("a.incomplete", day * 2), ("b.incomplete", day / 2), ("c", day * 2)] {
         let file = fs::File::create(blobs.join(name)).unwrap();
         file.set_modified(std::time::SystemTime::now() - age).unwrap();
     }
-    server.model(cache.path()).unwrap();
+    server.model().unwrap();
     assert_eq!(["a.incomplete", "b.incomplete", "c"].map(|name| blobs.join(name).exists()), [false, true, true]);
 }
 
@@ -924,11 +906,10 @@ fn a_download_that_nobody_goes_on_with_is_deleted_after_a_day() {
 fn blobs_have_the_mode_that_the_umask_leaves() {
     use std::os::unix::fs::PermissionsExt;
     let server = Server::start();
-    let cache = tempfile::tempdir().unwrap();
-    let files = server.model(cache.path()).unwrap();
-    fs::File::create(cache.path().join("plain")).unwrap();
+    let files = server.model().unwrap();
+    fs::File::create(server.cache().join("plain")).unwrap();
     let mode = |path: PathBuf| path.metadata().unwrap().permissions().mode() & 0o777;
-    assert_eq!(mode(files.folder.join("model.safetensors")), mode(cache.path().join("plain")));
+    assert_eq!(mode(files.folder.join("model.safetensors")), mode(server.cache().join("plain")));
 }
 
 /// A shared cache may hold links that another user made.
@@ -936,9 +917,8 @@ fn blobs_have_the_mode_that_the_umask_leaves() {
 fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
     let server = Server::start();
     let fixture = tempfile::tempdir().unwrap();
-    let cache = fixture.path().join("cache");
-    let files = server.model(&cache).unwrap();
-    let blobs = cache.join("models--distilbert--distilgpt2/blobs");
+    let files = server.model().unwrap();
+    let blobs = server.cache().join("models--distilbert--distilgpt2/blobs");
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
     let outside = fixture.path().join(sha256(&weights));
     let damaged = b"damaged".to_vec();
@@ -947,14 +927,14 @@ fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
     for link in [files.folder.join("model.safetensors"), blobs.join(sha256(&weights))] {
         fs::remove_file(&link).unwrap();
         std::os::unix::fs::symlink(&outside, &link).unwrap();
-        assert_eq!(server.model(&cache).unwrap(), files);
+        assert_eq!(server.model().unwrap(), files);
         assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
         assert_eq!(fs::read(&outside).unwrap(), damaged, "{}", link.display());
     }
     fs::remove_file(blobs.join(sha256(&weights))).unwrap();
     let partial = blobs.join(format!("{}.incomplete", sha256(&weights)));
     std::os::unix::fs::symlink(&outside, &partial).unwrap();
-    let error = server.model(&cache).unwrap_err().to_string();
+    let error = server.model().unwrap_err().to_string();
     assert!(error.contains("cannot open") && error.contains(".incomplete"), "{error}");
     assert_eq!(fs::read(&outside).unwrap(), damaged);
 }
@@ -983,11 +963,11 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     }
     // A good address with a password: it is used, and not shown if no server answers.
     let endpoint = format!("http://me:geheim@{closed}");
-    let settings = Settings { endpoint, ..server.settings(fixture.path()) };
+    let settings = Settings { endpoint, ..server.settings() };
     let message = text(Hub::new(settings).model("distilgpt2", None));
     assert!(message.contains("http://…@127.0.0.1") && !message.contains("geheim"), "{message}");
     let endpoint = server.address.replace("http://", "http://me:geheim@");
-    Hub::new(Settings { endpoint, ..server.settings(fixture.path()) }).model("distilgpt2", None).unwrap();
+    Hub::new(Settings { endpoint, ..server.settings() }).model("distilgpt2", None).unwrap();
     assert!(server.requests().iter().all(|request| request.contains("+token")), "as basic authentication");
 }
 

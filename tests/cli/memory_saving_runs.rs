@@ -196,6 +196,11 @@ fn a_merge_whose_logits_are_not_finite_is_an_error() {
 
 const IDS: [u32; 12] = [1, 7, 33, 2, 39, 20, 13, 13, 24, 5, 28, 9];
 
+/// Opens a model or run of a fixture. The name of its base is relative to the fixture, where the run was started.
+fn open(fixture: &CliFixture, path: &str) -> TrainedModel {
+    TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap()
+}
+
 /// The run, its export and the merged model give the same answers; `generate` and `eval` take each of them.
 #[test]
 fn exported_and_merged_adapters_have_the_logits_of_the_run() {
@@ -204,9 +209,7 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     let merged = fixture.said("merge model merged --adapter adapter");
     let printed = [merged, fixture.said("merge run merged16 --dtype bf16")];
     fixture.said("export run exported --merge");
-    // The base's name is relative to where the run was started.
-    let open =
-        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let open = |path: &str| open(&fixture, path);
     let whole = logits(&open("model"), &IDS);
     let run = logits(&open("checkpoints/run"), &IDS);
     assert!(furthest(&whole, &run) > 1e-2, "the adapters do nothing");
@@ -245,8 +248,7 @@ fn adapters_keep_their_chat_template() {
     let chats = "--model model --data chats --lora r=1,alpha=2 --chat-template chatml --loss-on all";
     fixture.said(&small("run", 1, chats));
     fixture.said("export run adapter");
-    let open =
-        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let open = |path: &str| open(&fixture, path);
     let template = open("checkpoints/run").chat.template;
     assert!(template.as_ref().is_some_and(|template| template.contains("<|im_start|>")));
     assert_eq!(open("adapter").chat.template, template);
@@ -265,8 +267,7 @@ fn a_quantized_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
     let state = fs::read(fixture.run("run").join("step-000010/state.json")).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["base"]["name"], "model.gguf");
     fixture.said("export run adapter");
-    let open =
-        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let open = |path: &str| open(&fixture, path);
     let mut differences = Vec::new();
     for (out, dtype) in
         [("merged", "fp32"), ("merged16.gguf", "fp16"), ("merged8.gguf", "q8_0"), ("merged4.gguf", "q4_k")]
@@ -332,13 +333,7 @@ fn adapters_of_experts_are_resumed_recomputed_and_merged() {
         assert!(masters(run) == masters("whole"), "{run}");
     }
     fixture.said("merge whole merged");
-    let open = |path: &str| {
-        logits(
-            &TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap(),
-            &IDS,
-        )
-    };
-    let [base, run, merged] = ["model", "checkpoints/whole", "merged"].map(open);
+    let [base, run, merged] = ["model", "checkpoints/whole", "merged"].map(|path| logits(&open(&fixture, path), &IDS));
     let (change, error) = (furthest(&base, &run), furthest(&merged, &run));
     assert!(
         change > 0.1 && error < 1e-5,
@@ -361,16 +356,12 @@ fn exchange_with_peft(fixture: &CliFixture) {
         &[path("model").as_os_str(), path("adapter").as_os_str(), path("again").as_os_str(), ids.as_ref()],
     );
     let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
-    let base = TrainedModel::open(&path("model"), None).unwrap();
-    let ours = logits(&base.with_adapters(&path("adapter")).unwrap(), &IDS);
+    let logits_with = |adapter| logits(&open(fixture, "model").with_adapters(&path(adapter)).unwrap(), &IDS);
+    let ours = logits_with("adapter");
     let difference = furthest(&ours, &numbers(&theirs["logits"]));
     assert!(difference < 1e-4, "PEFT's logits differ by {difference:.1e}");
-    let base = TrainedModel::open(&path("model"), None).unwrap();
-    let again = logits(&base.with_adapters(&path("again")).unwrap(), &IDS);
-    assert_eq!(furthest(&ours, &again), 0.0, "what PEFT saved again is another adapter");
-    let base = TrainedModel::open(&path("model"), None).unwrap();
-    let fresh = logits(&base.with_adapters(&path("again-fresh")).unwrap(), &IDS);
-    let difference = furthest(&fresh, &numbers(&theirs["fresh"]));
+    assert_eq!(furthest(&ours, &logits_with("again")), 0.0, "what PEFT saved again is another adapter");
+    let difference = furthest(&logits_with("again-fresh"), &numbers(&theirs["fresh"]));
     assert!(difference < 1e-4, "the logits of PEFT's own adapter differ by {difference:.1e}");
 }
 

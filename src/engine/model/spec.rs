@@ -286,9 +286,17 @@ impl ModelSpec {
     /// names it (`float32`, `float16`, `bfloat16`).
     pub fn to_json(&self, dtype: &str) -> String {
         let mut json = self.config();
-        // transformers 5 writes and reads `dtype`; older versions support only `torch_dtype`.
-        for key in ["dtype", "torch_dtype"] {
-            json[key] = dtype.into();
+        json["dtype"] = dtype.into();
+        // Versions before 5 know neither `dtype` nor `rope_parameters`.
+        json["torch_dtype"] = dtype.into();
+        let rope = json["rope_parameters"].clone();
+        for key in ["rope_theta", "partial_rotary_factor"] {
+            if let Some(value) = rope.get("full_attention").unwrap_or(&rope).get(key) {
+                json[key] = value.clone();
+            }
+        }
+        if json.get("rope_scaling").is_none() && rope.get("rope_type").is_some_and(|kind| kind != "default") {
+            json["rope_scaling"] = rope;
         }
         format!("{json:#}\n")
     }

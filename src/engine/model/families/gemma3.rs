@@ -25,6 +25,8 @@ pub(super) static GEMMA3: Family = Family {
 
 /// Bases of the rotary embeddings of layers without and with a window.
 const THETA: [f64; 2] = [1e6, 1e4];
+/// The key of the second one in transformers before version 5.
+const WINDOW_BASE: &str = "rope_local_base_freq";
 /// One layer in this many has no window.
 const PATTERN: usize = 6;
 /// The layer count by which llama.cpp recognises the model of 27B, which scales its scores differently.
@@ -63,7 +65,7 @@ fn gemma3_270m() -> ModelSpec {
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let spec = gemma2::read(keys, default())?;
-    let theta = [("rope_theta", THETA[0]), ("rope_local_base_freq", THETA[1])];
+    let theta = [("rope_theta", THETA[0]), (WINDOW_BASE, THETA[1])];
     let [full, sliding] = Rope::by_layer_type(keys.0, theta, spec.max_position_embeddings)?;
     let pattern = keys.positive_usize("sliding_window_pattern", PATTERN)?;
     let layers = llama::sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
@@ -78,14 +80,14 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 
 fn write(spec: &ModelSpec) -> Value {
     let mut json = gemma2::write(spec);
-    llama::write_windows(spec, &mut json);
+    llama::write_windows(spec, &mut json, Some(WINDOW_BASE));
     json
 }
 
 fn read_gguf(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) {
     gemma2::read_gguf(keys, json, LAYERS_27B);
     for (theirs, ours) in
-        [("attention.sliding_window_pattern", "sliding_window_pattern"), ("rope.freq_base_swa", "rope_local_base_freq")]
+        [("attention.sliding_window_pattern", "sliding_window_pattern"), ("rope.freq_base_swa", WINDOW_BASE)]
     {
         if let Some(value) = keys.remove(theirs) {
             json.insert(ours.into(), value);

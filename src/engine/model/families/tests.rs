@@ -198,6 +198,42 @@ fn a_list_of_ends_is_kept() {
     assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec);
 }
 
+#[test]
+fn older_versions_of_transformers_find_the_rotary_embeddings() {
+    let without_rope_parameters = |spec: &ModelSpec| {
+        let mut written: Value = serde_json::from_str(&spec.to_json("float32")).unwrap();
+        written.as_object_mut().unwrap().remove("rope_parameters");
+        written
+    };
+    let factors = vec![1.5; 4];
+    let ropes = [
+        json!({"rope_type": "default", "rope_theta": 5e4}),
+        json!({"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}),
+        json!({"rope_type": "dynamic", "rope_theta": 5e4, "factor": 2.0}),
+        json!({"rope_type": "yarn", "rope_theta": 5e4, "factor": 2.0, "original_max_position_embeddings": 64}),
+        json!({"rope_type": "longrope", "rope_theta": 5e4, "short_factor": factors, "long_factor": factors}),
+    ];
+    // Phi-3 has one type with factors. Without the key, the last two families have embeddings of the type `yarn`.
+    let kinds = [("llama", 0), ("qwen2", 0), ("gemma2", 0), ("phi3", 4), ("ministral3", 1), ("gpt_oss", 1)];
+    for (family, first) in kinds {
+        for rope in &ropes[first..] {
+            let config = json!({"model_type": family, "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8,
+                "num_attention_heads": 4, "num_key_value_heads": 4, "rope_parameters": rope});
+            let spec = read(&config);
+            assert_eq!(spec.rope.as_ref().unwrap().theta, 5e4);
+            assert_eq!(read(&without_rope_parameters(&spec)), spec, "{family} {rope}");
+        }
+    }
+    for family in ["gemma3_text", "olmo3"] {
+        let sliding = json!({"rope_type": "default", "rope_theta": if family == "olmo3" { 5e4 } else { 3e4 }});
+        for full in &ropes[..4] {
+            let config = json!({"model_type": family, "num_hidden_layers": 2,
+                "rope_parameters": {"full_attention": full, "sliding_attention": sliding}});
+            assert_eq!(read(&without_rope_parameters(&read(&config))), read(&config), "{family} {full}");
+        }
+    }
+}
+
 /// transformers would pad Phi-3 with token 32,000.
 #[test]
 fn a_padding_token_is_kept_if_the_vocabulary_has_it() {

@@ -1,6 +1,7 @@
 //! Windows of attention in some layers, as Llama-like families' files have them.
 
 use crate::engine::model::family::ConfigReader;
+use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{ModelSpec, Sliding};
 use serde_json::{Value, json};
 
@@ -53,12 +54,19 @@ pub(super) fn check_alternation(spec: &ModelSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Writes windows, and rotary embeddings that differ between layers with and without one.
-pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value) {
-    if let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) {
-        json["sliding_window"] = sliding.window.into();
-        json["rope_parameters"] =
-            json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
+/// Writes windows, and rotary embeddings that differ between layers with and without one. transformers before version 5 has the base of
+/// layers with a window in `window_base`, or one base for all layers, and scales the others alone.
+pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value, window_base: Option<&str>) {
+    let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) else { return };
+    json["sliding_window"] = sliding.window.into();
+    json["rope_parameters"] = json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
+    let mut base = full.theta;
+    if let Some(key) = window_base {
+        base = sliding.rope.theta;
+        json[key] = base.into();
+    }
+    if full.kind != RopeType::Default && sliding.rope == Rope::plain(base) {
+        json["rope_scaling"] = full.to_json();
     }
 }
 

@@ -101,8 +101,8 @@ pub(super) fn check_output(flag: &str, file: &Path, inputs: &[PathBuf]) -> Resul
 }
 
 /// The file to write for `flag`, after [`check_output`].
-pub(super) fn output_file(flag: &str, file: &Path, logs: &[PathBuf]) -> Result<OutputFile> {
-    check_output(flag, file, logs)?;
+pub(super) fn output_file(flag: &str, file: &Path, inputs: &[PathBuf]) -> Result<OutputFile> {
+    check_output(flag, file, inputs)?;
     if file.is_dir() || file.file_name().is_none() {
         return Err(Error::config(flag, format!("`{}` is not the name of a file", file.display())));
     }

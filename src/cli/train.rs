@@ -95,8 +95,9 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
     let mut tell = |event| reporter.report(event);
     let mut trainer = pool.install(|| Trainer::lead(group, config.clone(), checkpoint, &mut tell))?;
-    let finished = resumed.as_ref().is_some_and(Resumed::is_finished);
-    if let Some(text) = trainer.nothing_left().filter(|_| finished) {
+    if let Some(text) = trainer.nothing_left()
+        && resumed.as_ref().is_some_and(Resumed::is_finished)
+    {
         reporter.notice(&text);
         trainer.stop_workers()?;
         return Ok(FinishReason::Done);

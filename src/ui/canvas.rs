@@ -1,5 +1,6 @@
 //! A rectangle of the screen to draw on by role. It clips, so no size can make a panel panic.
 
+use super::format;
 use super::theme::{Role, Theme};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::Buffer;
@@ -54,7 +55,7 @@ impl<'a> Canvas<'a> {
     pub(crate) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         let end = self.text(x, y, text, role);
         let room = usize::from(self.area.width.saturating_sub(x));
-        if room > 0 && Span::raw(sanitize_line(text)).width() > room {
+        if room > 0 && format::columns(&sanitize_line(text)) > room {
             self.glyph(self.area.width - 1, y, '…', role);
         }
         end
@@ -67,7 +68,7 @@ impl<'a> Canvas<'a> {
 
     /// Writes right-aligned text that ends before column `end`.
     pub(crate) fn text_before(&mut self, end: u16, y: u16, text: &str, role: Role) {
-        self.text(end.saturating_sub(Span::raw(text).width() as u16), y, text, role);
+        self.text(end.saturating_sub(format::columns(text) as u16), y, text, role);
     }
 
     /// Writes one character.

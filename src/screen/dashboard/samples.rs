@@ -4,7 +4,6 @@ use super::app::Tab;
 use super::list::List;
 use super::scene::Scene;
 use crate::ui::{Canvas, Role, format};
-use ratatui::text::Span;
 
 #[derive(Debug, Default)]
 pub(super) struct Samples {
@@ -51,7 +50,7 @@ pub(super) fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, us
             continue;
         }
         let shown = format::printable(c.encode_utf8(&mut [0; 4]));
-        let columns = Span::raw(&shown).width();
+        let columns = format::columns(&shown);
         if lines.last().is_some_and(|(_, _, used)| used + columns > width) {
             lines.push((String::new(), 0, 0));
         }

@@ -1,11 +1,10 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
 use super::{Rgb, colours};
-use crate::ui::{ColorScheme, DOTS};
+use crate::ui::{ColorScheme, DOTS, format};
 use crate::{Error, Result};
 use ratatui::buffer::Buffer;
 use ratatui::style::Modifier;
-use ratatui::text::Span;
 
 /// Pixels of a cell, the size of a half-width glyph.
 const WIDTH: usize = 8;
@@ -18,7 +17,7 @@ pub(super) fn png(buffer: &Buffer, scheme: ColorScheme) -> Result<Vec<u8>> {
         let mut x = 0;
         while x < columns {
             let cell = &buffer[(x as u16, y as u16)];
-            let cells = Span::raw(cell.symbol()).width().clamp(1, 2);
+            let cells = format::columns(cell.symbol()).clamp(1, 2);
             let bold = cell.modifier.contains(Modifier::BOLD);
             let glyph = cell.symbol().chars().next().unwrap_or(' ');
             canvas.glyph((x, y), cells.min(columns - x), glyph, colours(cell, scheme), bold);

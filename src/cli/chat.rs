@@ -73,7 +73,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     }
     let mut editor = terminal.then(|| MessageEditor::new("/help lists the commands, Ctrl-D ends the chat"));
     let stopped = match &editor {
-        Some(editor) => editor.handle_signals().and_then(|()| interrupt_flag()),
+        Some(_) => MessageEditor::handle_signals().and_then(|()| interrupt_flag()),
         None => Ok(Arc::default()),
     };
     let stopped = stopped.map_err(Error::io("watch for signals on", "terminal"))?;

@@ -253,6 +253,29 @@ os.write(terminal, b"/quit\n")
     assert!(chat_on_terminal(redirect, script).is_none_or(|code| code == "0\n"));
 }
 
+/// Waits for the editor of a chat on a pseudo-terminal, and answers its query for the cursor's position.
+const EDIT: &str = r#"
+wait(b"\x1b[6n")
+os.write(terminal, b"\x1b[1;1R")
+wait(b"lists the commands")
+"#;
+
+/// Regression: a chat whose terminal was closed kept a core busy for ever, and one that read half of a paste did not end.
+#[test]
+fn signals_end_a_chat_that_waits_for_keys() {
+    let close = "os.close(terminal)\n";
+    assert!(chat_on_terminal("", &[EDIT, close].concat()).is_none_or(|code| code == "-1\n"));
+    let paste = r#"
+import termios, time
+os.write(terminal, b"\x1b[200~half")
+time.sleep(0.3)
+os.kill(pid, signal.SIGTERM)
+wait(b"\x1b[?2004l")
+assert termios.tcgetattr(terminal)[3] & termios.ECHO
+"#;
+    assert!(chat_on_terminal("", &[EDIT, paste].concat()).is_none_or(|code| code == "-15\n"));
+}
+
 #[test]
 fn without_a_template_turns_are_lines_and_a_notice_says_so() {
     let fixture = fixture(None);

@@ -1,30 +1,26 @@
 //! Edits a message in the last rows of the terminal, with a history.
 
 use ratatui::backend::CrosstermBackend;
-use ratatui::crossterm::cursor::MoveToColumn;
+use ratatui::crossterm::cursor::{MoveToColumn, Show};
 use ratatui::crossterm::event::{
     self, DisableBracketedPaste, EnableBracketedPaste, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers,
 };
 use ratatui::crossterm::execute;
-use ratatui::crossterm::terminal::{disable_raw_mode, enable_raw_mode};
+use ratatui::crossterm::terminal::{Clear, ClearType, disable_raw_mode, enable_raw_mode, is_raw_mode_enabled};
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::{Terminal, TerminalOptions, Viewport};
 use ratatui_textarea::{CursorMove, TextArea};
 use signal_hook::consts::{SIGHUP, SIGTERM, SIGTSTP};
-use signal_hook::flag;
+use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, raise};
 use std::io::{self, Write, stderr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::thread;
 
 const PROMPT: &str = "> ";
 /// Rows of a message that are shown at once.
 const ROWS: usize = 8;
-/// Time between two looks at the signals.
-const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Edits messages on standard error and remembers them.
 #[derive(Debug)]
@@ -35,10 +31,6 @@ pub(crate) struct MessageEditor {
     history: Vec<String>,
     /// The position in the history; its length for a new message.
     recalled: usize,
-    /// Set while no message is edited: SIGTERM and SIGHUP then end the process at once.
-    idle: Arc<AtomicBool>,
-    /// Set by these signals while a message is edited, so that the terminal is restored first.
-    ended: Arc<AtomicBool>,
 }
 
 /// The effect of a key.
@@ -53,33 +45,34 @@ enum Typed {
 impl MessageEditor {
     /// An editor that shows a hint before anything is typed.
     pub(crate) fn new(hint: &'static str) -> Self {
-        let idle = Arc::new(AtomicBool::new(true));
-        let ended = Arc::default();
-        let mut editor = Self { area: TextArea::default(), hint, history: Vec::new(), recalled: 0, idle, ended };
+        let mut editor = Self { area: TextArea::default(), hint, history: Vec::new(), recalled: 0 };
         editor.begin("");
         editor
     }
 
-    /// Lets the signals that end the process wait until the terminal is restored.
-    pub(crate) fn handle_signals(&self) -> io::Result<()> {
-        for signal in [SIGTERM, SIGHUP] {
-            flag::register_conditional_default(signal, Arc::clone(&self.idle))?;
-            flag::register(signal, Arc::clone(&self.ended))?;
-        }
-        Ok(())
+    /// Restores the terminal before SIGTERM or SIGHUP ends the process.
+    pub(crate) fn handle_signals() -> io::Result<()> {
+        let mut signals = Signals::new([SIGTERM, SIGHUP])?;
+        // On a separate thread, because crossterm's reader does not return within a paste or if the terminal hangs up.
+        let handle = move || {
+            for signal in signals.forever() {
+                if is_raw_mode_enabled().unwrap_or(false) {
+                    let _ = disable_raw_mode();
+                    let clear = Clear(ClearType::FromCursorDown);
+                    let _ = execute!(stderr(), DisableBracketedPaste, MoveToColumn(0), clear, Show);
+                }
+                let _ = emulate_default_handler(signal);
+            }
+        };
+        thread::Builder::new().name("signals".into()).spawn(handle).map(drop)
     }
 
     /// The next message; `None` for Ctrl-D.
     pub(crate) fn read(&mut self) -> io::Result<Option<String>> {
-        self.idle.store(false, Ordering::SeqCst);
         enable_raw_mode()?;
         let message = execute!(stderr(), EnableBracketedPaste).and_then(|()| self.edit());
         execute!(stderr(), DisableBracketedPaste)?;
         disable_raw_mode()?;
-        self.idle.store(true, Ordering::SeqCst);
-        if self.ended.load(Ordering::SeqCst) {
-            emulate_default_handler(SIGTERM)?;
-        }
         let message = message?;
         for line in message.iter().flat_map(|message| message.lines()) {
             writeln!(stderr(), "{PROMPT}{line}")?;
@@ -101,10 +94,6 @@ impl MessageEditor {
                     frame.render_widget(Line::raw(PROMPT), prompt);
                     frame.render_widget(&self.area, message);
                 })?;
-                if !event::poll(SIGNAL_INTERVAL)? {
-                    typed = if self.ended.load(Ordering::SeqCst) { Typed::End } else { Typed::Edit };
-                    continue;
-                }
                 typed = match event::read()? {
                     Event::Paste(text) => self.paste(&text),
                     Event::Key(key) if key.kind != KeyEventKind::Release => self.key(key),

@@ -260,6 +260,17 @@ os.write(terminal, b"\x1b[1;1R")
 wait(b"lists the commands")
 "#;
 
+/// Regression: a pasted message controlled the terminal when it was shown again.
+#[test]
+fn a_message_is_shown_without_control_characters() {
+    let paste = r#"
+os.write(terminal, b"\x1b[200~/unknown \x1b[31m\x1b[201~\r")
+wait(b"> /unknown \\u001b[31m")
+os.kill(pid, signal.SIGTERM)
+"#;
+    assert!(chat_on_terminal("", &[EDIT, paste].concat()).is_none_or(|code| code == "-15\n"));
+}
+
 /// Regression: a chat whose terminal was closed kept a core busy for ever, and one that read half of a paste did not end.
 #[test]
 fn signals_end_a_chat_that_waits_for_keys() {

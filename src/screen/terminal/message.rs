@@ -1,5 +1,6 @@
 //! Edits a message in the last rows of the terminal, with a history.
 
+use crate::untrusted::sanitize_lines;
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::{MoveToColumn, Show};
 use ratatui::crossterm::event::{
@@ -75,7 +76,7 @@ impl MessageEditor {
         disable_raw_mode()?;
         let message = message?;
         for line in message.iter().flat_map(|message| message.lines()) {
-            writeln!(stderr(), "{PROMPT}{line}")?;
+            writeln!(stderr(), "{PROMPT}{}", sanitize_lines(line))?;
         }
         Ok(message)
     }

@@ -433,7 +433,8 @@ fn a_chat_is_edited_stopped_and_saved() {
     terminal.keys(&["Up", "Up", "Up", "End"]);
     terminal.run("\\");
     terminal.run("y");
-    terminal.wait_for("> y");
+    // No blank lines are left of the editor's rows.
+    terminal.wait_for("> /reset\n> hello\n> y");
     sleep(Duration::from_millis(300));
     terminal.keys(&["C-c"]);
     terminal.wait_until("the second stop", stopped);

@@ -2,7 +2,7 @@
 
 use crate::untrusted::sanitize_lines;
 use ratatui::backend::CrosstermBackend;
-use ratatui::crossterm::cursor::{MoveToColumn, Show};
+use ratatui::crossterm::cursor::{MoveTo, MoveToColumn, Show};
 use ratatui::crossterm::event::{
     self, DisableBracketedPaste, EnableBracketedPaste, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers,
 };
@@ -101,9 +101,9 @@ impl MessageEditor {
                     _ => Typed::Edit,
                 };
             }
-            terminal.clear()?;
+            let top = terminal.get_frame().area().y;
             terminal.show_cursor()?;
-            execute!(stderr(), MoveToColumn(0))?;
+            execute!(stderr(), MoveTo(0, top), Clear(ClearType::FromCursorDown))?;
             match typed {
                 Typed::Edit => {}
                 Typed::Message(message) => return Ok(Some(message)),

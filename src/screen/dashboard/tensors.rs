@@ -154,7 +154,7 @@ fn columns(scene: &Scene, width: usize) -> (Vec<Column>, usize) {
         ("type", 4, |scene, row| text(format!("{:<4}", scene.run().computes_in(&row.name)))),
         ("2^-24", 7, |scene, row| text(touched(scene.run(), &row.name).unwrap_or_else(|| "-".into()))),
         ("elements", 9, |_, row| text(format::count(row.stats.count as f64))),
-        ("norm", 8, |scene, row| text(format::short(row.stats.norm / f64::from(divisor(scene))))),
+        ("norm", 8, |scene, row| text(format::magnitude(Some(row.stats.norm as f32 / divisor(scene))))),
         (min, 8, |scene, row| text(format::magnitude(row.stats.min_abs.map(|min| min / divisor(scene))))),
         (max, 8, |scene, row| text(format::magnitude(Some(row.stats.max_abs / divisor(scene))))),
         ("zero", 7, |_, row| text(format::percent(row.stats.zero, row.stats.count))),

@@ -88,7 +88,7 @@ pub(super) fn samples(run: &RunState) -> String {
     let lines = |text: &str| text.lines().map(escape).collect::<Vec<_>>().join("<br/>");
     let mut out = String::from("<h2>Samples</h2>\n");
     for sample in run.samples.iter().rev().take(SAMPLES) {
-        let loss = sample.loss.map(|loss| format!(", loss {}", format::loss(loss))).unwrap_or_default();
+        let loss = sample.loss.map(|loss| format!(", smoothed loss {}", format::loss(loss))).unwrap_or_default();
         let _ = write!(
             out,
             "<p class=\"note\">step {}{loss}</p>\n<blockquote><strong>{}</strong>{}</blockquote>\n",

@@ -29,8 +29,6 @@ use tensors::layer_order;
 
 /// Checkpoints whose figures are kept, so that a resume can rewind to them.
 const MAX_SNAPSHOTS: usize = 64;
-/// Index in [`SMOOTHING`] of the window that a sample's loss is smoothed over.
-const SAMPLE_WINDOW: usize = 1;
 
 /// The state of a run so far.
 #[derive(Debug, Clone, Default)]
@@ -175,7 +173,7 @@ impl RunState {
                 self.tally.eval(&eval);
             }
             Event::Sample(sample) => {
-                let loss = self.smoothed_loss(SAMPLE_WINDOW);
+                let loss = self.smoothed_loss(smoothing_for(self.total_steps()));
                 let row = SampleRow { step: sample.step, loss, prompt: sample.prompt, text: sample.text };
                 keep(&mut self.samples, row, SAMPLES);
             }
@@ -411,7 +409,7 @@ fn retries(started: &Started) -> bool {
 mod tests {
     use super::*;
     use crate::telemetry::{
-        FlushedTensor, Overflow, ScaleCause, ScaleUpdate, StepStatus, TensorRecord, VERSION, Validation,
+        FlushedTensor, Overflow, SampleText, ScaleCause, ScaleUpdate, StepStatus, TensorRecord, VERSION, Validation,
     };
 
     fn record(s: f64, event: Event) -> Record {
@@ -510,6 +508,16 @@ mod tests {
         let steps = |state: &RunState| state.curves.loss.since(0).iter().map(|one| one.step).collect::<Vec<_>>();
         assert_eq!(steps(&live), (1..=25).collect::<Vec<_>>());
         assert_eq!(steps(&live), steps(&read));
+    }
+
+    /// Regression: the loss of a short run's samples was smoothed over 20 steps, and too high.
+    #[test]
+    fn a_sample_has_the_smoothed_loss_of_its_run() {
+        let begin = Event::Started(Box::new(Started { total_steps: 60, ..Started::default() }));
+        let steps = (1..=20).map(|at| step(at, 20.0 - at as f32, StepStatus::Applied));
+        let state = fold([begin].into_iter().chain(steps).chain([Event::Sample(SampleText::default())]));
+        let sampled = state.samples.back().and_then(|row| row.loss);
+        assert!(sampled.is_some() && sampled == state.smoothed_loss(0), "{sampled:?}");
     }
 
     #[test]

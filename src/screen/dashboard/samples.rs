@@ -23,7 +23,7 @@ impl Tab for Samples {
                 break;
             }
             let loss = sample.loss.map_or_else(|| "-".into(), format::loss);
-            inner.text(0, y, &format!("step {}   loss {loss}", sample.step), Role::Title);
+            inner.text(0, y, &format!("step {}   smoothed loss {loss}", sample.step), Role::Title);
             y += 1;
             for (line, prompt) in wrapped(&sample.prompt, &sample.text, inner.width().saturating_sub(2).into()) {
                 let (prompt, rest) = line.split_at(prompt);

@@ -192,10 +192,11 @@ impl LogSource {
     }
 
     /// Whether the training process has ended. The lock is visible in other containers, where the process id is not; on other
-    /// machines neither may be, and a run counts as alive while it writes.
-    fn has_ended(&self, process: &ProcessId) -> bool {
+    /// machines neither may be, nor in a log whose start is damaged, and a run counts as alive while it writes.
+    fn has_ended(&self) -> bool {
         let writes = || wall_clock().saturating_sub(self.last.t) < SILENCE;
-        !self.tail.path().parent().is_some_and(is_in_use) && !process.is_alive().unwrap_or_else(writes)
+        let is_alive = self.process.as_ref().and_then(ProcessId::is_alive);
+        !self.tail.path().parent().is_some_and(is_in_use) && !is_alive.unwrap_or_else(writes)
     }
 
     fn follow(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
@@ -203,7 +204,7 @@ impl LogSource {
         let mut gone = false;
         if poll.records.is_empty() && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
-            gone = self.process.as_ref().is_some_and(|process| self.has_ended(process));
+            gone = !self.over && self.has_ended();
             if gone {
                 self.process = None;
                 self.phase = None;
@@ -329,16 +330,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("events.jsonl");
         let own = ProcessId::own().unwrap();
-        let ended = |process: &ProcessId, last| {
+        let ended = |process: Option<&ProcessId>, last| {
             let mut source = LogSource::new(std::slice::from_ref(&log), None);
+            source.process = process.cloned();
             source.last.t = last;
-            source.has_ended(process)
+            source.has_ended()
         };
         let dead = ProcessId { start: 0, ..own.clone() };
         let restarted = ProcessId { boot: "other".into(), ..own.clone() };
         let now = wall_clock();
-        let all = || [ended(&own, 0), ended(&dead, now), ended(&restarted, now), ended(&restarted, 0)];
+        let known = [(&own, 0), (&dead, now), (&restarted, now), (&restarted, 0)];
+        let all = || known.map(|(process, last)| ended(Some(process), last));
         assert_eq!(all(), [false, true, false, true]);
+        assert_eq!([ended(None, now), ended(None, 0)], [false, true]);
         let _lock = Run::open(folder.path()).unwrap();
         assert_eq!(all(), [false; 4]);
     }

@@ -1,5 +1,6 @@
 //! The flags that define a run. They become dotted keys, which [`Config`] interprets.
 
+use crate::cli::run_lookup::RUNS_DIR;
 use crate::digest::read_at_most;
 use crate::settings::{Kind, Setting, in_digits, integer, number};
 use crate::train::{Config, ConfigLayers};
@@ -138,7 +139,7 @@ impl ConfigArgs {
     /// The folder of all runs.
     pub(crate) fn runs(&self) -> PathBuf {
         let given = self.given("checkpoint.dir");
-        given.as_ref().and_then(toml::Value::as_str).unwrap_or("checkpoints").into()
+        given.as_ref().and_then(toml::Value::as_str).unwrap_or(RUNS_DIR).into()
     }
 
     pub(crate) fn steps(&self) -> Option<i64> {

@@ -9,6 +9,9 @@ use crate::{Error, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
+/// The default folder of all runs.
+pub(super) const RUNS_DIR: &str = "checkpoints";
+
 /// The flag of commands that look up runs.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RunsDirArgs {
@@ -18,7 +21,7 @@ pub(crate) struct RunsDirArgs {
         id = "runs_folder",
         long = "checkpoint-dir",
         value_name = "FOLDER",
-        default_value = "checkpoints",
+        default_value = RUNS_DIR,
         global = true
     )]
     pub(super) path: PathBuf,
@@ -55,10 +58,25 @@ pub(super) fn run_or_path(name: &Path, runs: &Path, fits: impl Fn(&Path) -> bool
     if run.is_dir() && !is_hidden { run } else { name.to_path_buf() }
 }
 
+/// `text` as one word of a shell's command line.
+pub(super) fn quoted(text: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "._-/".contains(c);
+    if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+}
+
+/// A command for the runs in `runs`, as messages show it.
+pub(super) fn command_for(command: &str, runs: &Path) -> String {
+    if runs == Path::new(RUNS_DIR) {
+        return format!("`{command}`");
+    }
+    format!("`{command} --checkpoint-dir {}`", quoted(&runs.to_string_lossy()))
+}
+
 /// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`, else the command that lists them.
 pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
     let near = closest_match(&name.to_string_lossy(), names_in(runs));
-    near.map_or_else(|| "; `finetune runs` lists the runs".into(), |near| format!("; did you mean `{near}`?"))
+    let list = || format!("; {} lists the runs", command_for("finetune runs", runs));
+    near.map_or_else(list, |near| format!("; did you mean `{near}`?"))
 }
 
 /// The folder of a run given by name or folder.
@@ -75,7 +93,7 @@ pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
 /// The events file of a run given as a file, as a folder, or by its name in `runs`.
 pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let Some(run) = run else {
-        let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
+        let message = format!("no run in `{}` yet; {} starts one", runs.display(), command_for("finetune", runs));
         return newest_log(runs).ok_or_else(|| Error::config("runs", message));
     };
     let log = |path: &Path| [path.to_path_buf(), path.join("events.jsonl")].into_iter().find(|path| path.is_file());
@@ -130,7 +148,9 @@ mod tests {
             assert_eq!(find_log(Some(run), runs.path()).unwrap(), log);
         }
         assert_eq!(find_log(None, runs.path()).unwrap(), log);
-        assert!(find_log(None, &folder).unwrap_err().to_string().contains("no run in"));
+        let error = find_log(None, Path::new("no runs")).unwrap_err().to_string();
+        let expected = "no run in `no runs` yet; `finetune --checkpoint-dir 'no runs'` starts one";
+        assert!(error.contains(expected), "{error}");
         let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
         assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
     }

@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
+use crate::cli::run_lookup::{RunsDirArgs, command_for, did_you_mean, is_run, name_of};
 use crate::data::counted;
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list};
@@ -70,7 +70,7 @@ pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
 fn listing(folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<()> {
     let mut runs: Vec<Summary> = runs_in(folder)?.iter().map(|path| Summary::of(path)).collect();
     if runs.is_empty() {
-        let message = "contains no run yet; `finetune` starts one";
+        let message = format!("contains no run yet; {} starts one", command_for("finetune", folder));
         return Err(Error::checkpoint(folder, message));
     }
     runs.sort_by_key(|run| (run.last_written, run.run.clone()));

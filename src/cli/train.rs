@@ -5,7 +5,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, run_or_path};
+use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, quoted, run_or_path};
 use crate::cli::runs::LOG_END;
 use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
@@ -232,12 +232,6 @@ fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str)
         _ => String::new(),
     };
     text + &format!("try it:   finetune {command} {run}{best}{prompt}\ncontinue: finetune --resume {run}{more}\n")
-}
-
-/// `text` as one word of a shell's command line.
-fn quoted(text: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "._-/".contains(c);
-    if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Takes part in the leader's run.

@@ -1,7 +1,7 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
+use crate::cli::run_lookup::{RunsDirArgs, command_for, find_log, output_file};
 use crate::cli::runs::LOG_END;
 use crate::cli::show::ThemeArgs;
 use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
@@ -71,7 +71,8 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     } else {
         let log = &logs[0];
         if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
-            let message = "has no record that can be read, and no process writes one; `finetune runs` lists the runs";
+            let list = command_for("finetune runs", &args.runs_dir.path);
+            let message = format!("has no record that can be read, and no process writes one; {list} lists the runs");
             return Err(Error::config(format!("`{}`", log.display()), message));
         }
         screen::watch_plain(log, args.speed, stdout(), LOG_EVERY)

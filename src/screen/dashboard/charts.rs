@@ -298,7 +298,7 @@ pub(super) fn draw_loss(scene: &Scene, canvas: &mut Canvas) {
     if scene.others.is_empty() {
         entry('∙', Role::Train, "batch".into());
         if let Some(window) = SMOOTHING.get(charts.window(run)) {
-            entry('─', Role::Smooth, format!("{}{window}", if wide { "smoothed " } else { "mean " }));
+            entry('─', Role::Smooth, format!("smoothed {window}"));
         }
         entry('◆', Role::Validation, "val".into());
     } else {

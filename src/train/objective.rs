@@ -90,7 +90,7 @@ impl ObjectiveKind {
         }
     }
 
-    /// Whether it reads the mean log-probability of a completion instead of the sum.
+    /// Whether its loss reads the mean log-probability of a completion instead of the sum.
     pub fn averages(self) -> bool {
         matches!(self, Self::Ipo | Self::Orpo | Self::SimPo)
     }

@@ -146,7 +146,8 @@ def main():
             given = reference if kind in ("dpo", "ipo", "hinge", "robust") else torch.zeros_like(reference)
             loss = pair(kind, settings, logp, given, lengths).mean()
             loss.backward()
-            scale = lengths if kind in ("ipo", "orpo", "simpo") else torch.ones_like(lengths)
+            # The metrics of IPO are sums, as in TRL.
+            scale = lengths if kind in ("orpo", "simpo") else torch.ones_like(lengths)
             logps = logp.detach() / scale
             rewards = settings["beta"] * (logp.detach() - given) / scale
             found[kind] = {"beta": settings["beta"], "label_smoothing": settings["label_smoothing"], "loss": loss.item(),

@@ -22,7 +22,7 @@ pub enum ObjectiveMetric {
     /// Share of pairs whose chosen completion has the higher reward.
     #[strum(serialize = "rewards/accuracies")]
     RewardsAccuracies,
-    /// Log-probability of chosen completions: the sum over targets, or their mean if the objective uses means.
+    /// Log-probability of chosen completions: the sum over targets, or their mean for ORPO and SimPO.
     #[strum(serialize = "logps/chosen")]
     LogpsChosen,
     /// Log-probability of rejected completions.

@@ -34,7 +34,7 @@ pub struct PairLoss {
     pub slopes: [f64; 2],
     /// Implicit rewards.
     pub rewards: [f64; 2],
-    /// Log-probabilities: sums, or means per target for the objectives that use means.
+    /// Log-probabilities: sums, or means per target for ORPO and SimPO.
     pub logps: [f64; 2],
 }
 
@@ -55,9 +55,14 @@ pub fn pair_loss(settings: &ObjectiveSection, pair: [CompletionLogp; 2]) -> Pair
     let beta = settings.beta();
     let smoothing = settings.label_smoothing;
     let scales = pair.map(|side| if kind.averages() { 1.0 / side.targets.max(1) as f64 } else { 1.0 });
-    let logps = [0, 1].map(|side| pair[side].logp * scales[side]);
-    let rewards = [0, 1].map(|side| beta * (logps[side] - pair[side].reference * scales[side]));
-    let margin = rewards[0] - rewards[1];
+    let scaled = |scales: [f64; 2]| {
+        let logps = [0, 1].map(|side| pair[side].logp * scales[side]);
+        (logps, [0, 1].map(|side| beta * (logps[side] - pair[side].reference * scales[side])))
+    };
+    let (_, [chosen, rejected]) = scaled(scales);
+    let margin = chosen - rejected;
+    // In TRL, the metrics of IPO are sums.
+    let (logps, rewards) = scaled(if kind == ObjectiveKind::Ipo { [1.0; 2] } else { scales });
     // The loss and its derivative with respect to the margin.
     let smoothed = |margin: f64| {
         let loss = (1.0 - smoothing) * softplus(-margin) + smoothing * softplus(margin);

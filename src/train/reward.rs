@@ -21,8 +21,6 @@ use std::time::Duration;
 const MAX_LINE: u64 = 4096;
 /// Lines of a program that may wait to be read.
 const MAX_WAITING: usize = 1024;
-/// The most characters of a prompt in an error.
-const SHOWN: usize = 60;
 /// How often a completion is given to the program before it goes without a reward.
 const ATTEMPTS: usize = 2;
 
@@ -109,8 +107,7 @@ impl Reward {
     }
 
     /// The rewards of `completions`; `None` for one that is to be dropped. Fails with [`Error::Data`] if the program
-    /// failed and `on_error` is to stop, or if it gave no reward at all; also for a prompt without the right answer that the
-    /// rule needs.
+    /// failed and `on_error` is to stop, or if it gave no reward at all.
     pub(crate) fn score(
         &mut self,
         completions: &[Answered],
@@ -120,15 +117,7 @@ impl Reward {
         let one_if = |yes: bool| f32::from(u8::from(yes));
         let rule = |rule: &dyn Fn(&Answered) -> f32| Ok(completions.iter().map(|it| Some(rule(it))).collect());
         match self {
-            // A completion without a token would equal a missing answer.
-            Self::Exact => match completions.iter().find(|it| it.answer.trim().is_empty()) {
-                Some(it) => {
-                    let prompt: String = sanitize_line(&it.prompt).chars().take(SHOWN).collect();
-                    let message = format!("the prompt `{prompt}` has no right answer, which `--reward exact` needs");
-                    Err(Error::data("the training data", message))
-                }
-                None => rule(&|it| one_if(it.completion.trim() == it.answer.trim())),
-            },
+            Self::Exact => rule(&|it| one_if(it.completion.trim() == it.answer.trim())),
             Self::Regex(regex) => rule(&|it| one_if(regex.is_match(&it.completion))),
             Self::Length(target) => {
                 let target = *target as f32;
@@ -326,14 +315,6 @@ mod tests {
         for rule in ["", "regex:(", "length:0", "length:x"] {
             assert!(Reward::new(rule, None).unwrap_err().to_string().starts_with("objective.reward: "), "{rule}");
         }
-    }
-
-    #[test]
-    fn an_exact_answer_has_to_exist() {
-        let unanswered = Answered { answer: "\n".into(), ..answered("") };
-        let found = Reward::Exact.score(&[answered("4"), unanswered], Duration::MAX, OnRewardError::Drop);
-        let message = found.unwrap_err().to_string();
-        assert!(message.contains("the prompt `p` has no right answer, which `--reward exact` needs"), "{message}");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group. So each
 //! of several processes samples a part of the prompts.
 
-use crate::data::{Batch, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
+use crate::data::{Batch, EvalLoader, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
 use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::ForwardMode;
 use crate::inference::generate::{BATCH_SIZE, Completion, GenerationRequest, Sampling, StopReason, generate_batch};
@@ -15,10 +15,14 @@ use crate::train::engine::{EvalReport, TrainEngine};
 use crate::train::objective::{BatchPass, advantages};
 use crate::train::reward::{Answered, Reward};
 use crate::train::trainer::on_leader;
+use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use minijinja::Value;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
+
+/// The most characters of a prompt in an error.
+const SHOWN: usize = 60;
 
 /// Samples completions, and keeps them for the steps that use them.
 #[derive(Debug)]
@@ -140,6 +144,27 @@ impl Rollouts {
             rows,
             kept: None,
         }))
+    }
+
+    /// Rejects prompts without the right answer that the reward needs, so that a run does not end at one of them. `origin` is
+    /// the name of the prompts in the error.
+    pub(super) fn check_answers(&self, tokenizer: &Tokenizer, mut prompts: EvalLoader, origin: &str) -> Result<()> {
+        if !matches!(self.reward, Reward::Exact) {
+            return Ok(());
+        }
+        let mut batch = prompts.batch();
+        while prompts.next_batch(&mut batch) {
+            let groups = Group::of_batch(&batch, tokenizer, &[])?;
+            // A completion without a token would equal a missing answer.
+            if let Some(Group { index, prompt, .. }) = groups.iter().find(|group| group.answer.trim().is_empty()) {
+                let prompt = tokenizer.decode(prompt)?;
+                let prompt: String = sanitize_line(&prompt).chars().take(SHOWN).collect();
+                let row = index + 1;
+                let message = format!("row {row}: `{prompt}` has no right answer, which `--reward exact` needs");
+                return Err(Error::data(origin, message));
+            }
+        }
+        prompts.check()
     }
 
     /// Whether the next step uses the completions of the last one.

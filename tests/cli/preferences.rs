@@ -347,6 +347,17 @@ fn a_run_survives_a_reward_program_that_fails() {
     assert_eq!(desk.events("sums").iter().filter(|event| about_log(event)).count(), 1);
     desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
     desk.assert_refused("--data sums --reward exact --plain", &["--objective grpo"]);
+    // A run that ended at such a row could not be resumed with other data.
+    desk.write(
+        "half.jsonl",
+        "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"c\", \"completion\": \" \"}\n",
+    );
+    let line = "--objective grpo --reward exact --seq-len 32 --plain";
+    for (data, split) in [("--data half.jsonl --val none", "training"), ("--data sums --val half.jsonl", "validation")]
+    {
+        let message = format!("the {split} data: row 2: `c` has no right answer, which `--reward exact` needs");
+        desk.assert_refused(&format!("{data} {line}"), &[&message]);
+    }
     desk.assert_refused(
         "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",
         &["program `no-such-program` was not found"],

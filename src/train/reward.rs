@@ -23,6 +23,8 @@ const MAX_LINE: u64 = 4096;
 const MAX_WAITING: usize = 1024;
 /// How often a completion is given to the program before it goes without a reward.
 const ATTEMPTS: usize = 2;
+/// The advice about a program that fails.
+const MEND: &str = "mend the program and resume the run";
 
 /// The consequence of a completion without a reward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -173,7 +175,7 @@ impl RewardProgram {
             };
             match program.reward(timeout) {
                 Ok(reward) => {
-                    rewards.push(Some(reward));
+                    rewards.push(reward);
                     attempts = 0;
                     continue;
                 }
@@ -185,7 +187,10 @@ impl RewardProgram {
                 if on_error == OnRewardError::Stop {
                     let number = rewards.len() + 1;
                     let total = lines.len();
-                    let message = format!("{problem}, twice, for completion {number} of {total} of a step");
+                    let message = format!(
+                        "{problem}, twice, for completion {number} of {total} of a step; {MEND}, or leave such \
+                         completions out with `--set objective.on_reward_error=drop`"
+                    );
                     return Err(self.error(&message));
                 }
                 rewards.push(None);
@@ -194,15 +199,14 @@ impl RewardProgram {
         }
         self.running = running;
         if rewards.iter().all(Option::is_none) && !rewards.is_empty() {
-            return Err(self.error(&format!("{problem}, for every completion of a step")));
+            let problem = if problem.is_empty() { "it wrote `none`" } else { &problem };
+            return Err(self.error(&format!("{problem}, for every completion of a step; {MEND}")));
         }
         Ok(rewards)
     }
 
-    fn error(&self, problem: &str) -> Error {
-        let advice = "mend the program and resume the run, or leave such completions out with `--set \
-                      objective.on_reward_error=drop`";
-        Error::data(format!("the reward program `{}`", self.command), format!("{problem}; {advice}"))
+    fn error(&self, message: &str) -> Error {
+        Error::data(format!("the reward program `{}`", self.command), message)
     }
 }
 
@@ -247,12 +251,14 @@ impl Running {
         }
     }
 
-    /// The next reward; an error describes the fault.
-    fn reward(&mut self, timeout: Duration) -> Result<f32, String> {
+    /// The next reward, or `None` if the program has none for the completion; an error describes the fault.
+    fn reward(&mut self, timeout: Duration) -> Result<Option<f32>, String> {
         match self.replies.recv_timeout(timeout) {
+            // Python prints `None`.
+            Ok(line) if line.eq_ignore_ascii_case("none") => Ok(None),
             Ok(line) => match line.parse::<f32>() {
-                Ok(reward) if reward.is_finite() => Ok(reward),
-                _ => Err(format!("it wrote `{}`, not a finite number", sanitize_line(&line))),
+                Ok(reward) if reward.is_finite() => Ok(Some(reward)),
+                _ => Err(format!("it wrote `{}`, neither a finite number nor `none`", sanitize_line(&line))),
             },
             Err(RecvTimeoutError::Timeout) => Err(format!(
                 "it wrote nothing for {} s (a program has to flush its output after each line)",
@@ -331,14 +337,25 @@ mod tests {
         }
     }
 
+    /// TRL's reward functions return `None` for it.
+    #[test]
+    fn a_program_may_have_no_reward_for_a_completion() {
+        let folder = tempfile::tempdir().unwrap();
+        let command = script(folder.path(), "case $line in *odd*) echo None;; *) echo 2;; esac");
+        let stop = OnRewardError::Stop;
+        assert_eq!(score(&command, &["a", "odd", "b"], stop).unwrap(), [Some(2.0), None, Some(2.0)]);
+        let message = score(&command, &["odd", "odd"], stop).unwrap_err().to_string();
+        assert!(message.contains("it wrote `none`, for every completion of a step"), "{message}");
+    }
+
     #[test]
     fn a_program_that_fails_ends_the_run_or_drops_the_completion() {
         let folder = tempfile::tempdir().unwrap();
         for (body, problem) in [
             ("echo broken >&2; exit 3", "it ended (exit status: 3): broken"),
             ("sleep 60", "it wrote nothing for 0.5 s"),
-            ("echo good", "it wrote `good`, not a finite number"),
-            ("echo nan", "it wrote `nan`, not a finite number"),
+            ("echo good", "it wrote `good`, neither a finite number nor `none`"),
+            ("echo nan", "it wrote `nan`, neither a finite number nor `none`"),
         ] {
             let command = script(folder.path(), &format!("case $line in *bad*) {body};; *) echo 2;; esac"));
             let error = score(&command, &["a", "bad", "b"], OnRewardError::Stop).unwrap_err();

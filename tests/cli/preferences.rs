@@ -329,8 +329,7 @@ fn a_run_survives_a_reward_program_that_fails() {
     desk.write("broken", "");
     let (code, _, err) = desk.output("--resume sums --steps 6 --plain");
     assert_eq!(code, Some(2), "{err}");
-    let message =
-        "the reward program `sh score.sh`: it wrote `oops`, not a finite number, twice, for completion 1 of 4";
+    let message = "the reward program `sh score.sh`: it wrote `oops`, neither a finite number nor `none`, twice, for completion 1 of 4";
     assert!(err.contains(message) && err.contains("objective.on_reward_error=drop"), "{err}");
     fs::remove_file(desk.path("broken")).unwrap();
     desk.said("--resume sums --steps 6 --plain");

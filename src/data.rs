@@ -41,7 +41,7 @@ pub(crate) use catch_panic::catch_panic;
 pub use chat_format::{ChatFormat, ChatSettings, named_template};
 pub use corpus::{Dataset, DatasetBuilder, HELD_OUT};
 pub use format::DataFormat;
-pub(crate) use jinja_python::entries;
+pub(crate) use jinja_python::{entries, read_json};
 pub use mixture::Mixture;
 pub use preference::{Prompt, PromptRow};
 pub use preview::DatasetPreview;

@@ -17,6 +17,7 @@ use crate::{Error, Result, untrusted};
 use minijinja::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The share of a corpus, its contiguous tail, that validates.
 pub const HELD_OUT: f64 = 0.1;
@@ -39,9 +40,9 @@ pub struct Dataset {
     /// Average bytes of text per validation token. For a held-out tail it is exact if tokens are bytes, as in
     /// byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
-    /// The rows of the training data and of the validation data, each before the split and only if
+    /// The rows of the training data and of the validation data as JSON, each before the split and only if
     /// [`DatasetOptions::keeps_rows`]; a sequence has the number of its row.
-    pub rows: [Vec<Value>; 2],
+    pub rows: [Vec<Arc<str>>; 2],
     /// The minimum attainable loss in nats per token, if known.
     pub entropy_per_token: Option<f64>,
     /// SHA-256 of tokenizer and text in hexadecimal, which a resumed run must match.
@@ -65,7 +66,7 @@ struct Corpus {
     /// SHA-256 of tokenizer and content.
     key: String,
     /// See [`Dataset::rows`].
-    rows: Vec<Value>,
+    rows: Vec<Arc<str>>,
 }
 
 /// Average bytes of text per token that an evaluation predicts; `None` if tokens are not bytes of the text.
@@ -265,7 +266,7 @@ impl<'a> DatasetBuilder<'a> {
         let mut rows = Vec::new();
         if self.options.keeps_rows {
             let mut keep = |_, row| {
-                rows.push(row);
+                rows.push(serde_json::to_string(&row).map_err(candle_core::Error::wrap)?.into());
                 Ok(())
             };
             files.documents.iter().try_for_each(|document| document.read_rows(&[], &mut keep))?;

@@ -279,7 +279,7 @@ const SAFE_DIGITS: usize = 19;
 
 /// Parses JSON. Integers of up to 128 bits stay exact, as in Python; the parser alone converts those above 64 bits to
 /// floats.
-pub(super) fn read_json(text: &str) -> JsonResult<Value> {
+pub(crate) fn read_json(text: &str) -> JsonResult<Value> {
     let marked = mark_large_numbers(text);
     match marked.map(|marked| serde_json::from_str(&marked)) {
         Some(Ok(value)) => Ok(unmark(&value)),

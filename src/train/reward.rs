@@ -3,7 +3,7 @@
 //! The program reads a line of JSON per completion and writes a line with a number. A program that ends, takes too long or
 //! writes something else is started again, and reads the completion a second time.
 
-use crate::data::entries;
+use crate::data::{entries, read_json};
 use crate::untrusted::sanitize_line;
 use crate::untrusted::subprocess::command_of;
 use crate::{Error, Result};
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -48,8 +49,8 @@ pub(crate) struct Answered {
     pub answer: String,
     /// Tokens of the completion.
     pub tokens: usize,
-    /// The row of the prompt, if a program reads it.
-    pub row: Value,
+    /// The row of the prompt as JSON, if a program reads it.
+    pub row: Option<Arc<str>>,
 }
 
 impl Answered {
@@ -57,7 +58,8 @@ impl Answered {
     fn line(&self) -> serde_json::Result<String> {
         let own = [("prompt", &self.prompt), ("completion", &self.completion), ("answer", &self.answer)];
         let own = own.map(|(name, text)| (Value::from(name), Value::from(text.as_str())));
-        let others = entries(&self.row).filter(|(name, _)| !matches!(name.as_str(), Some("prompt" | "completion")));
+        let row = self.row.as_deref().map(read_json).transpose()?.unwrap_or_default();
+        let others = entries(&row).filter(|(name, _)| !matches!(name.as_str(), Some("prompt" | "completion")));
         serde_json::to_string(&Value::from_pairs(own.into_iter().chain(others)))
     }
 }

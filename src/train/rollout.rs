@@ -17,8 +17,8 @@ use crate::train::reward::{Answered, Reward};
 use crate::train::trainer::on_leader;
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
-use minijinja::Value;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The most characters of a prompt in an error.
@@ -34,7 +34,7 @@ pub(super) struct Rollouts {
     stop_token_ids: Vec<u32>,
     reward: Reward,
     /// The rows that a reward program reads, of the training data and of the validation data.
-    rows: [Vec<Value>; 2],
+    rows: [Vec<Arc<str>>; 2],
     kept: Option<KeptRollouts>,
 }
 
@@ -63,7 +63,7 @@ struct Group {
     answer: String,
     completions: Vec<Sampled>,
     #[serde(skip)]
-    row: Value,
+    row: Option<Arc<str>>,
 }
 
 /// Log-probabilities. After an overflow they may not be finite.
@@ -100,14 +100,14 @@ pub struct RolloutRecord {
 
 impl Group {
     /// The prompts of a batch of a data set with these rows, without completions.
-    fn of_batch(batch: &Batch, tokenizer: &Tokenizer, rows: &[Value]) -> Result<Vec<Self>> {
+    fn of_batch(batch: &Batch, tokenizer: &Tokenizer, rows: &[Arc<str>]) -> Result<Vec<Self>> {
         let group = |sequence: &crate::data::Sequence| {
             let labels = &batch.labels[sequence.labels.clone()];
             let first = labels.iter().position(|&label| label != IGNORE_INDEX).unwrap_or(labels.len() - 1);
             let answer: Vec<u32> = labels.iter().copied().filter(|&label| label != IGNORE_INDEX).collect();
             let prompt = batch.inputs[sequence.labels.clone()][..=first].to_vec();
             let answer = tokenizer.decode(&answer)?;
-            let row = rows.get(sequence.index as usize).cloned().unwrap_or_default();
+            let row = rows.get(sequence.index as usize).cloned();
             Ok(Self { index: sequence.index, prompt, answer, completions: Vec::new(), row })
         };
         batch.sequences.iter().map(group).collect()
@@ -127,7 +127,7 @@ impl Rollouts {
         config: &Config,
         engine: &TrainEngine,
         stop_token_ids: Vec<u32>,
-        rows: [Vec<Value>; 2],
+        rows: [Vec<Arc<str>>; 2],
     ) -> Result<Option<Self>> {
         let Some(rule) = &config.objective.reward else { return Ok(None) };
         let reward = Reward::new(rule, config.folder.as_deref())?;

@@ -31,7 +31,6 @@ use crate::train::reward::Reward;
 use crate::train::state::TrainState;
 use crate::{Error, Result};
 use candle_core::Device;
-use minijinja::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -365,8 +364,8 @@ pub fn datasets(
 
 /// The rows that `sets` keep of the training data and of the validation data, by the numbers of their sequences in a mixture. If one
 /// text validates all sets, its rows repeat.
-pub(super) fn take_rows(sets: &mut [(Dataset, f64)]) -> [Vec<Value>; 2] {
-    let mut all = <[Vec<Value>; 2]>::default();
+pub(super) fn take_rows(sets: &mut [(Dataset, f64)]) -> [Vec<Arc<str>>; 2] {
+    let mut all = <[Vec<Arc<str>>; 2]>::default();
     for (set, _) in sets {
         all.iter_mut().zip(&mut set.rows).for_each(|(all, rows)| all.append(rows));
     }

@@ -412,7 +412,7 @@ mod tests {
         let refused = || {
             let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
             let set = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer);
-            set.unwrap_err().to_string().contains("contains text, but this objective needs pairs")
+            set.unwrap_err().to_string().contains("contains text, but needs pairs")
         };
         assert!(refused());
         DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();

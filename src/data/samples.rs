@@ -43,7 +43,7 @@ impl SampleKind {
             return Ok(());
         }
         let (needed, objective) = (self.rows(), found.objective());
-        Err(format!("contains {rows}, but this objective needs {needed}; use `--objective {objective}` for these rows"))
+        Err(format!("contains {rows}, but needs {needed}; to train on these rows, use `--objective {objective}`"))
     }
 }
 

@@ -153,12 +153,7 @@ fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
             SampleKind::Preference,
             ["needs pairs, in rows with `prompt`, `chosen`", "`--objective sft`"],
         ),
-        (
-            "a.txt",
-            "words",
-            SampleKind::Preference,
-            ["contains text, but this objective needs pairs", "`--objective sft`"],
-        ),
+        ("a.txt", "words", SampleKind::Preference, ["contains text, but needs pairs", "`--objective sft`"]),
         ("a.jsonl", labelled, SampleKind::Preference, ["line 1: contains", "use `--objective"]),
         (
             "a.jsonl",
@@ -175,7 +170,7 @@ fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
     let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
     let mut loader = DatasetBuilder::new(folder.path()).options(options);
     let message = loader.load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap_err().to_string();
-    assert!(message.contains("grammar: contains text, but this objective needs pairs"), "{message}");
+    assert!(message.contains("grammar: contains text, but needs pairs"), "{message}");
     // Rows may have the fields of both.
     let both = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}], \
                 \"chosen\": \"ab\", \"rejected\": \"ac\"}\n";

@@ -81,7 +81,7 @@ fn message(item: &Value) -> Result<Value, String> {
     let role = field(item, role_name).ok_or("`role` or `from` is missing")?;
     let known = SHAREGPT_ROLES.iter().find(|(other, _)| is_sharegpt && role.as_str() == Some(*other));
     let role = known.map_or_else(|| checked_role(&role), |(_, role)| Ok(role))?;
-    let content = field(item, content_name);
+    let content = field(item, content_name).map(text_of_parts).transpose()?;
     match &content {
         None if field(item, "tool_calls").is_some() => {}
         None => return Err(format!("`{content_name}` is missing or null")),
@@ -90,13 +90,37 @@ fn message(item: &Value) -> Result<Value, String> {
     }
     let fields = entries(item).filter(|(name, value)| name.as_str() == Some("content") || !value.is_none());
     if !is_sharegpt {
-        return Ok(Value::from_pairs(fields));
+        let read = |(name, value): (Value, Value)| match &content {
+            Some(content) if name.as_str() == Some("content") => (name, content.clone()),
+            _ => (name, value),
+        };
+        return Ok(Value::from_pairs(fields.map(read)));
     }
     let is_other = |name: &Value| !matches!(name.as_str(), Some("from" | "value" | "role" | "content"));
     let others = fields.filter(|(name, _)| is_other(name));
     let renamed = [("role", Some(role.into())), ("content", content)];
     let renamed = renamed.into_iter().filter_map(|(name, value)| Some((name.into(), value?)));
     Ok(Value::from_pairs(renamed.chain(others)))
+}
+
+/// The text of a `content` that is a list of texts, which some templates leave out or write in Python's format; any other `content`
+/// as it is. An image, a video or a sound is an error, because no model reads it.
+fn text_of_parts(content: Value) -> Result<Value, String> {
+    if content.kind() != ValueKind::Seq || content.len() == Some(0) {
+        return Ok(content);
+    }
+    let mut joined = Some(String::new());
+    for part in content.try_iter().into_iter().flatten() {
+        let kind = field(&part, "type").map_or_else(String::new, |kind| kind.to_string());
+        if ["image", "video", "audio"].iter().any(|media| kind.contains(media)) {
+            return Err(format!(
+                "a part of its `content` is of type `{kind}`, but only texts are trained on; remove it"
+            ));
+        }
+        let text = field(&part, "text").filter(|_| kind == "text");
+        joined = joined.zip(text).and_then(|(joined, text)| Some(joined + text.as_str()?));
+    }
+    Ok(joined.map_or(content, Value::from))
 }
 
 /// `messages` after the `system` instructions of their row, unless they begin with others.
@@ -139,6 +163,28 @@ mod tests {
         let message = messages(call.into(), "conversations").unwrap_err();
         assert!(message.contains("message 1 of `conversations`: the role `function_call` is unknown"), "{message}");
         assert!(message.ends_with("; write the call into `tool_calls` of an `assistant` message"), "{message}");
+    }
+
+    /// Templates such as Qwen 3's write nothing for a list.
+    #[test]
+    fn a_content_of_texts_is_one_text() {
+        let read = |content: &str| {
+            messages(format!(r#"[{{"role": "user", "content": {content}, "name": "n"}}]"#).into(), "messages")
+                .map(|messages| serde_json::to_string(&messages[0]).unwrap())
+        };
+        for (content, expected) in [
+            (r#"[{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image": null}]"#, r#""a b""#),
+            (r#"[{"type": "thinking", "thinking": "a"}]"#, r#"[{"type":"thinking","thinking":"a"}]"#),
+            (r#"["a"]"#, r#"["a"]"#),
+            ("[]", "[]"),
+        ] {
+            assert_eq!(read(content).unwrap(), format!(r#"{{"role":"user","content":{expected},"name":"n"}}"#));
+        }
+        let message = read(r#"[{"type": "image_url"}, {"type": "text", "text": "b"}]"#).unwrap_err();
+        assert!(
+            message.contains("message 1 of `messages`: a part of its `content` is of type `image_url`"),
+            "{message}"
+        );
     }
 
     #[test]

@@ -167,7 +167,12 @@ fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
         return state.env().compile_expression("left % right")?.eval(context! { left, right });
     };
     let several = right.downcast_object_ref::<Tuple>().is_some();
-    let args = if several { right.try_iter()?.collect() } else { vec![right] };
+    let args = match right.kind() {
+        _ if several => right.try_iter()?.collect(),
+        // The engine would look for names, as in `%(name)s`.
+        ValueKind::Map if !text.contains("%(") => vec![string(&right).into()],
+        _ => vec![right],
+    };
     Ok(format(FormatStyle::Printf, text, &args)?.into())
 }
 
@@ -523,8 +528,8 @@ mod tests {
                 "{{ '%s is %d, %.2f%%' % ('é', 3, 2.5) }}|{{ '%s' % messages[0].role }}|{{ '%02d:%02d' % (7, 5 % 3) }}|\
                  {{ 7 % 4 }}|{{ 2 * 7 % 4 }}|{% set f = '<%s>' %}{{ f % 'a' | upper }}|{{ ('%s' ~ '!') % 1e20 }}|\
                  {{ '%(a)s' % {'a': 1} }}|{{ -7 % 4 }}|{% if messages|length % 2 == 1 %}odd{% endif %}|{{ '%' }}|\
-                 {% raw %}{{ 'a' % 'b' }}{% endraw %}|{{ '%s %s' % ('a', 'b') + 'c' }}|{# % #}|{{ '%s' % [1, 2] }}",
-                "é is 3, 2.50%|user|07:02|3|2|<A>|1e+20!|1|1|odd|%|{{ 'a' % 'b' }}|a bc||[1, 2]",
+                 {% raw %}{{ 'a' % 'b' }}{% endraw %}|{{ '%s %s' % ('a', 'b') + 'c' }}|{# % #}|{{ '%s' % [1, 2] }}|{{ '%s' % {'a': 1} }}",
+                "é is 3, 2.50%|user|07:02|3|2|<A>|1e+20!|1|1|odd|%|{{ 'a' % 'b' }}|a bc||[1, 2]|{'a': 1}",
             ),
             (
                 "{% for it in [none, '', [], {}, 1, missing] %}{{ it is iterable }} {{ it is sequence }} {% endfor %}",

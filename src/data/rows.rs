@@ -94,6 +94,7 @@ impl Document {
         let advice = match text.trim_ascii() {
             [b'[', ..] => "; a JSON array is read with `--format json`",
             [b'{', .., b','] => "; remove the comma, or make the file an array and read it with `--format json`",
+            [b'{', b'\'', ..] => "; JSON has double quotes, as Python's `json.dumps` writes them",
             [b'{'] => "; write one object per line, or an array of objects",
             _ => "",
         };

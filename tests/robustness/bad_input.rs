@@ -165,13 +165,14 @@ fn nonsense_in_rows() {
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
-    let files: [(&str, String); 38] = [
+    let files: [(&str, String); 39] = [
         ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
         ("null.jsonl", "{\"text\": null}\n".into()),
         ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
         ("list.jsonl", "[1, 2]\n".into()),
         ("odd-fields.jsonl", "{\"question\": \"a\", \"answer\": \"b\"}\n".into()),
         ("comma.jsonl", "{\"text\": \"a\"},\n{\"text\": \"b\"}\n".into()),
+        ("python.jsonl", "{'text': 'a'}\n".into()),
         ("pretty.jsonl", "{\n  \"text\": \"a\"\n}\n".into()),
         ("comma.json", "[\n  {\"text\": \"a\"},\n]\n".into()),
         ("cut.json", "[{\"text\": \"a\"}, {\"te".into()),

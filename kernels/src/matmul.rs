@@ -18,7 +18,7 @@
 use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{OutputMatrix, Scratch, TileRect};
 use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
-use self::pack::{PackSource, PackUnit, PanelLayout, Prefetch, pack};
+use self::pack::{PackUnit, PanelLayout, Prefetch, pack};
 pub use self::prepacked::with_packed;
 use self::prepacked::with_panels;
 use super::convert::Element;
@@ -94,6 +94,19 @@ impl<'a, T> Operand<'a, T> {
     #[must_use]
     pub fn transposed(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+
+    /// The elements that are in these rows and columns; some of them, or all, may not exist.
+    #[inline]
+    fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+        let present = |range: &Range<usize>, len: usize| range.end.min(len).saturating_sub(range.start);
+        let (first_row, first_col) = (rows.start * self.row_stride, cols.start * self.col_stride);
+        Self {
+            data: self.data.get(first_row + first_col..).unwrap_or_default(),
+            rows: present(&rows, self.rows),
+            cols: present(&cols, self.cols),
+            ..self
+        }
     }
 }
 
@@ -176,13 +189,12 @@ impl<'a, T: Element> Gemm<'a, T> {
         let Self { a, b: right, second, epilogue } = self;
         let Workspace { shared, partial, second: term_buffers } = buffers;
         let (m, k, n) = (a.rows, a.cols, right.cols);
-        let (a, b) = (PackSource::rows(a), PackSource::columns(right));
         let swapped = swaps_operands(kernel, m, n);
-        let [a, b] = if swapped { [b, a] } else { [a, b] };
-        let kernel = kernel.for_lines(a.count);
+        let [a, b] = if swapped { [right.transposed(), a] } else { [a, right.transposed()] };
+        let kernel = kernel.for_lines(a.rows);
         let serial = m * n * k < SERIAL_WORK;
         let second = second.map(|term| Packed::new(kernel, term, swapped, serial, term_buffers));
-        let product = Product { kernel, a, b, panels: None, swapped, depth: k, second, c, epilogue, serial };
+        let product = Product { kernel, a, b, panels: None, swapped, second, c, epilogue, serial };
         if swapped || m > n {
             return product.run(shared, partial);
         }
@@ -274,11 +286,10 @@ impl<'a> Packed<'a> {
         [to_a, to_b]: &'a mut [PackBuffer; 2],
     ) -> Self {
         let depth = a.cols;
-        let [a, b] = [PackSource::rows(a), PackSource::columns(b)];
-        let [a, b] = if swapped { [b, a] } else { [a, b] };
-        let pack_all = |lines: PackSource<'_, T>, layout: PanelLayout, packed: &'a mut PackBuffer| {
-            let packed = packed.words(lines.count.next_multiple_of(layout.width) * kernel.words(depth));
-            pack_in_parallel(lines, 0, 0..depth, layout, packed, serial);
+        let [a, b] = if swapped { [b.transposed(), a] } else { [a, b.transposed()] };
+        let pack_all = |lines: Operand<'_, T>, layout: PanelLayout, packed: &'a mut PackBuffer| {
+            let packed = packed.words(lines.rows.next_multiple_of(layout.width) * kernel.words(depth));
+            pack_in_parallel(lines, layout, packed, serial);
             &*packed
         };
         let [a, b] = [pack_all(a, kernel.a(), to_a), pack_all(b, kernel.b(), to_b)];
@@ -325,23 +336,15 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// Packs whole panels, starting at line `first`, on all threads unless the product is `serial` or there is little to
-/// pack.
-fn pack_in_parallel<T: Element>(
-    lines: PackSource<'_, T>,
-    first: usize,
-    depth: Range<usize>,
-    layout: PanelLayout,
-    packed: &mut [u32],
-    serial: bool,
-) {
-    let panel = layout.width * layout.unit.words_of(depth.len());
+/// Packs whole panels on all threads unless the product is `serial` or there is little to pack.
+fn pack_in_parallel<T: Element>(lines: Operand<'_, T>, layout: PanelLayout, packed: &mut [u32], serial: bool) {
+    let panel = layout.width * layout.unit.words_of(lines.cols);
     if serial || packed.len() <= SERIAL_WORDS {
-        return pack(lines, first, depth, layout, packed);
+        return pack(lines, layout, packed);
     }
     let share = (packed.len() / panel.max(1)).div_ceil(2 * rayon::current_num_threads()).max(1);
     packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(|(index, packed)| {
-        pack(lines, first + index * share * layout.width, depth.clone(), layout, packed);
+        pack(lines.part(index * share * layout.width..lines.rows, 0..lines.cols), layout, packed);
     });
 }
 
@@ -349,14 +352,14 @@ fn pack_in_parallel<T: Element>(
 #[derive(Clone, Copy)]
 struct Product<'a, A, C> {
     kernel: MicroKernel,
-    a: PackSource<'a, A>,
-    b: PackSource<'a, A>,
+    a: Operand<'a, A>,
+    /// Transposed, so that its rows are multiplied with A's; see [`pack`].
+    b: Operand<'a, A>,
     /// All of B's panels, part by part of the depth, if they are kept: in B's type where they are widened.
     panels: Option<&'a [u32]>,
     /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
     /// then transposed before they are stored.
     swapped: bool,
-    depth: usize,
     second: Option<Packed<'a>>,
     c: OutputMatrix<C>,
     epilogue: Epilogue<'a>,
@@ -381,11 +384,11 @@ struct Panels<'a> {
 impl<A: Element, C: Element> Product<'_, A, C> {
     /// Whether A is packed for all tasks, otherwise B: the smaller operand, because it has to stay in a cache longest.
     fn shares_a(&self) -> bool {
-        self.a.count <= self.b.count
+        self.a.rows <= self.b.rows
     }
 
     /// The shared operand and the other one, each with the layout of its panels.
-    fn sides(&self) -> [(PackSource<'_, A>, PanelLayout); 2] {
+    fn sides(&self) -> [(Operand<'_, A>, PanelLayout); 2] {
         let a = (self.a, self.kernel.a());
         let b = (self.b, self.kernel.b());
         if self.shares_a() { [a, b] } else { [b, a] }
@@ -393,7 +396,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Whether sums of less than the whole depth have to be kept outside of C.
     fn needs_partial_sums(&self) -> bool {
-        self.depth > self.depth_step() && TypeId::of::<C>() != TypeId::of::<f32>()
+        self.a.cols > self.depth_step() && TypeId::of::<C>() != TypeId::of::<f32>()
     }
 
     /// Elements of depth that are multiplied at a time.
@@ -403,11 +406,11 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     fn run(&self, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
         let [(shared_lines, shared_layout), (streamed_lines, streamed_layout)] = self.sides();
-        for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_layout.width)) {
-            let strip = strip(shared.len(), streamed_lines.count, streamed_layout.width, self.needs_partial_sums());
-            for streamed in pieces(0..streamed_lines.count, strip) {
-                for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
-                    let depth = start..self.depth.min(start + self.depth_step());
+        for shared in pieces(0..shared_lines.rows, SHARED_LINES.next_multiple_of(shared_layout.width)) {
+            let strip = strip(shared.len(), streamed_lines.rows, streamed_layout.width, self.needs_partial_sums());
+            for streamed in pieces(0..streamed_lines.rows, strip) {
+                for start in (0..self.a.cols.max(1)).step_by(self.depth_step()) {
+                    let depth = start..self.a.cols.min(start + self.depth_step());
                     let part = TileRange { shared: shared.clone(), streamed: streamed.clone(), depth };
                     self.run_part(&part, shared_memory, partial_memory);
                 }
@@ -429,11 +432,11 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     fn pack_streamed(&self, mut panels: &mut [u32]) {
         let layout = self.kernel.b();
         let mut buffer = PackBuffer::new();
-        for depth in pieces(0..self.depth, self.depth_step()) {
-            let words = self.b.count.next_multiple_of(layout.width) * self.kernel.words(depth.len());
+        for depth in pieces(0..self.a.cols, self.depth_step()) {
+            let words = self.b.rows.next_multiple_of(layout.width) * self.kernel.words(depth.len());
             let (part, rest) = std::mem::take(&mut panels).split_at_mut(self.kept_words(words));
             let packed = buffer.words(words);
-            pack_in_parallel(self.b, 0, depth, layout, packed, self.serial);
+            pack_in_parallel(self.b.part(0..self.b.rows, depth), layout, packed, self.serial);
             if self.widens() {
                 A::store(cast_slice(packed), cast_slice_mut(part));
             } else {
@@ -449,7 +452,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let words = self.kernel.words(part.depth.len());
         let panels = part.shared.len().div_ceil(layout.width);
         let packed = shared_memory.words(panels * layout.width * words);
-        pack_in_parallel(lines, part.shared.start, part.depth.clone(), layout, packed, self.serial);
+        let lines = lines.part(part.shared.clone(), part.depth.clone());
+        pack_in_parallel(lines, layout, packed, self.serial);
 
         let partial = if self.needs_partial_sums() {
             let (_, cols) = self.area(part);
@@ -496,17 +500,17 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let tiles = group.len() * share.len();
         with_thread_buffer(|buffer| {
             if let Some(kept) = self.panels {
-                let all_lines = lines.count.next_multiple_of(layout.width);
+                let all_lines = lines.rows.next_multiple_of(layout.width);
                 let start = all_lines * self.kernel.words(part.depth.start) + first_line * words;
                 let kept = &kept[self.kept_words(start)..][..self.kept_words(group_lines * words)];
-                let nothing = Prefetch::new(lines, 0..0, 0..0, tiles);
+                let nothing = Prefetch::new(lines.part(0..0, 0..0), tiles);
                 return self.multiply_kept(part, shared, Panels { first_line, words: kept }, buffer, partial, nothing);
             }
             let streamed = buffer.words(group_lines * words);
-            pack(lines, first_line, part.depth.clone(), layout, streamed);
+            pack(lines.part(first_line..lines.rows, part.depth.clone()), layout, streamed);
             let streamed = Panels { first_line, words: streamed };
             let next = first_line + group_lines;
-            let prefetch = Prefetch::new(lines, next..next + group_lines, part.depth.clone(), tiles);
+            let prefetch = Prefetch::new(lines.part(next..next + group_lines, part.depth.clone()), tiles);
             let [a, b] = if self.shares_a() { [shared, streamed] } else { [streamed, shared] };
             self.multiply(part, a, b, partial, prefetch);
         });
@@ -547,7 +551,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let MicroKernel { rows, cols, .. } = self.kernel;
         let (mut tile, mut second_tile) = (Tile([0.0; MAX_TILE]), Tile([0.0; MAX_TILE]));
         let (mut ahead, nothing) = (PrefetchQueue::new(), PrefetchQueue::new());
-        let second = self.second.filter(|_| part.depth.end == self.depth);
+        let second = self.second.filter(|_| part.depth.end == self.a.cols);
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         let ready = self.kernel.ready();
@@ -603,7 +607,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     ) {
         let width = self.kernel.cols;
         let is_first = part.depth.start == 0;
-        let is_last = part.depth.end == self.depth;
+        let is_last = part.depth.end == self.a.cols;
         let Some(partial) = partial else {
             let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
             let epilogue = if is_first { self.epilogue } else { later };

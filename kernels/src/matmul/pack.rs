@@ -1,59 +1,16 @@
 //! Packing: copies of operands in the order in which the micro-kernels read them.
 //!
-//! A's rows and B's columns play the same part and are called lines here: `depth` elements that are multiplied with those of
-//! the other operand's lines. A panel holds `width` lines interleaved: the first unit of each line, then the second unit of
-//! each, and so on. A unit is one FP32 value, two adjacent BF16 values for the BF16 dot product, four for the product of small
-//! BF16 matrices, or as many as a row of an AMX tile has. Missing lines and units are zeros.
+//! A's rows and B's columns play the same part and are called lines here: elements that are multiplied with those of the
+//! other operand's lines. Operands come with lines as their rows, B transposed; their columns are the depth. A panel holds
+//! `width` lines interleaved: the first unit of each line, then the second unit of each, and so on. A unit is one FP32 value,
+//! two adjacent BF16 values for the BF16 dot product, four for the product of small BF16 matrices, or as many as a row of an
+//! AMX tile has. Missing lines and units are zeros.
 
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Operand;
 use super::micro::PrefetchQueue;
 use half::bf16;
-use std::ops::Range;
-
-/// An operand's lines; see the module's description.
-#[derive(Debug)]
-pub(super) struct PackSource<'a, T> {
-    data: &'a [T],
-    pub(super) count: usize,
-    line_stride: usize,
-    depth_stride: usize,
-}
-
-impl<T> Clone for PackSource<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for PackSource<'_, T> {}
-
-impl<'a, T> PackSource<'a, T> {
-    /// The rows of A.
-    pub(super) fn rows(operand: Operand<'a, T>) -> Self {
-        Self {
-            data: operand.data,
-            count: operand.rows,
-            line_stride: operand.row_stride,
-            depth_stride: operand.col_stride,
-        }
-    }
-
-    /// The columns of B.
-    pub(super) fn columns(operand: Operand<'a, T>) -> Self {
-        Self::rows(operand.transposed())
-    }
-}
-
-impl<'a, T: Element> PackSource<'a, T> {
-    /// These lines, whose elements must be BF16.
-    #[inline(always)]
-    fn bf16(self) -> PackSource<'a, bf16> {
-        let Self { data, count, line_stride, depth_stride } = self;
-        PackSource { data: as_bf16(data), count, line_stride, depth_stride }
-    }
-}
 
 /// How elements are grouped in a panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,98 +76,74 @@ const SPAN: usize = 64;
 /// Rows prefetched ahead of their use; the hardware prefetcher does not predict the next row.
 const AHEAD: usize = 24;
 
-/// Packs as many panels as fill `panels`, starting at line `first`: the elements `depth` of each line.
-pub(super) fn pack<T: Element>(
-    lines: PackSource<'_, T>,
-    first: usize,
-    depth: Range<usize>,
-    PanelLayout { width, unit }: PanelLayout,
-    panels: &mut [u32],
-) {
+/// Packs as many panels as fill `panels`.
+pub(super) fn pack<T: Element>(lines: Operand<'_, T>, PanelLayout { width, unit }: PanelLayout, panels: &mut [u32]) {
     // The compiler needs the width as a constant: panels are filled in pieces of it.
     match width {
-        4 => pack_panels::<T, 4>(lines, first, depth, unit, panels),
-        6 => pack_panels::<T, 6>(lines, first, depth, unit, panels),
-        8 => pack_panels::<T, 8>(lines, first, depth, unit, panels),
-        12 => pack_panels::<T, 12>(lines, first, depth, unit, panels),
-        16 => pack_panels::<T, 16>(lines, first, depth, unit, panels),
-        32 => pack_panels::<T, 32>(lines, first, depth, unit, panels),
-        48 => pack_panels::<T, 48>(lines, first, depth, unit, panels),
+        4 => pack_panels::<T, 4>(lines, unit, panels),
+        6 => pack_panels::<T, 6>(lines, unit, panels),
+        8 => pack_panels::<T, 8>(lines, unit, panels),
+        12 => pack_panels::<T, 12>(lines, unit, panels),
+        16 => pack_panels::<T, 16>(lines, unit, panels),
+        32 => pack_panels::<T, 32>(lines, unit, panels),
+        48 => pack_panels::<T, 48>(lines, unit, panels),
         _ => unreachable!("no micro-kernel has panels of {width} lines"),
     }
 }
 
-fn pack_panels<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    mut first: usize,
-    depth: Range<usize>,
-    unit: PackUnit,
-    panels: &mut [u32],
-) {
-    let panel_words = WIDTH * unit.words_of(depth.len());
+fn pack_panels<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, unit: PackUnit, panels: &mut [u32]) {
+    let panel_words = WIDTH * unit.words_of(lines.cols);
     if panel_words == 0 {
         return;
     }
-    let is_ragged = unit.words() > 1 && !depth.len().is_multiple_of(unit.elements());
+    let is_ragged = unit.words() > 1 && !lines.cols.is_multiple_of(unit.elements());
     // Beyond its padding, such a panel is one of pairs.
     let unit = if unit == PackUnit::TileColumn { PackUnit::Bf16Pair } else { unit };
-    for panels in panels.chunks_mut((SPAN / WIDTH).max(1) * panel_words) {
-        let span = panels.len() / panel_words * WIDTH;
-        let present = span.min(lines.count.saturating_sub(first));
-        if present < span || is_ragged {
+    let span = (SPAN / WIDTH).max(1);
+    for (panels, first) in panels.chunks_mut(span * panel_words).zip((0..).step_by(span * WIDTH)) {
+        let end = first + panels.len() / panel_words * WIDTH;
+        if lines.rows < end || is_ragged {
             panels.fill(0);
         }
-        if lines.line_stride == 1 {
-            pack_side_by_side::<T, WIDTH>(lines, first..first + present, depth.clone(), unit, panels, panel_words);
+        if lines.row_stride == 1 {
+            pack_side_by_side::<T, WIDTH>(lines.part(first..end, 0..lines.cols), unit, panels, panel_words);
         } else {
-            for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
-                let first = first + index * WIDTH;
-                let present = first..lines.count.min(first + WIDTH);
+            for (panel, first) in panels.chunks_mut(panel_words).zip((first..).step_by(WIDTH)) {
+                let lines = lines.part(first..first + WIDTH, 0..lines.cols);
                 if unit.words() > 1 {
-                    pack_lines::<T, WIDTH>(lines, present, depth.clone(), unit, panel);
+                    pack_lines::<T, WIDTH>(lines, unit, panel);
                 } else {
-                    pack_by_transposing::<T, WIDTH>(lines, present, depth.clone(), unit, panel);
+                    pack_by_transposing::<T, WIDTH>(lines, unit, panel);
                 }
             }
         }
-        first += span;
     }
 }
 
 /// Packs at most `SPAN` lines that are neighbours in memory.
 fn pack_side_by_side<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    present: Range<usize>,
-    depth: Range<usize>,
+    lines: Operand<'_, T>,
     unit: PackUnit,
     panels: &mut [u32],
     panel_words: usize,
 ) {
     vectorize!(match unit {
-        PackUnit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
-        PackUnit::Bf16Pair | PackUnit::TileColumn => {
-            pair_rows::<WIDTH>(lines.bf16(), present, depth, panels, panel_words);
-        }
-        PackUnit::Bf16Quad => transpose_rows::<WIDTH, 2>(lines.bf16(), present, depth, panels, panel_words),
-        PackUnit::TileRow => transpose_rows::<WIDTH, TILE_PAIRS>(lines.bf16(), present, depth, panels, panel_words),
+        PackUnit::Float => spread_rows::<T, WIDTH>(lines, panels, panel_words),
+        PackUnit::Bf16Pair | PackUnit::TileColumn => pair_rows::<WIDTH>(as_bf16(lines), panels, panel_words),
+        PackUnit::Bf16Quad => transpose_rows::<WIDTH, 2>(as_bf16(lines), panels, panel_words),
+        PackUnit::TileRow => transpose_rows::<WIDTH, TILE_PAIRS>(as_bf16(lines), panels, panel_words),
     });
 }
 
 /// Spreads one row of FP32 values after another over the panels.
 #[inline(always)]
-fn spread_rows<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    present: Range<usize>,
-    depth: Range<usize>,
-    panels: &mut [u32],
-    panel_words: usize,
-) {
+fn spread_rows<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, panels: &mut [u32], panel_words: usize) {
     let mut words = [0u32; SPAN];
-    let words = &mut words[..present.len()];
-    for (index, k) in depth.enumerate() {
-        prefetch(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
-        let panels = &mut panels[index * WIDTH..];
-        let row = &lines.data[k * lines.depth_stride..][present.clone()];
+    let words = &mut words[..lines.rows];
+    for k in 0..lines.cols {
+        prefetch(lines.data, (k + AHEAD) * lines.col_stride, lines.rows);
+        let panels = &mut panels[k * WIDTH..];
+        let row = &lines.data[k * lines.col_stride..][..lines.rows];
         if let Some(floats) = as_float_patterns(row) {
             spread::<WIDTH>(floats, panels, panel_words);
         } else {
@@ -222,28 +155,23 @@ fn spread_rows<T: Element, const WIDTH: usize>(
 
 /// Packs pairs of rows, one panel after another: a panel is written in order, while the rows stay in the L1 cache.
 #[inline(always)]
-fn pair_rows<const WIDTH: usize>(
-    PackSource { data, depth_stride: stride, .. }: PackSource<'_, bf16>,
-    present: Range<usize>,
-    depth: Range<usize>,
-    panels: &mut [u32],
-    panel_words: usize,
-) {
+fn pair_rows<const WIDTH: usize>(lines: Operand<'_, bf16>, panels: &mut [u32], panel_words: usize) {
     static ZEROS: [bf16; SPAN] = [bf16::ZERO; SPAN];
-    for (block, start) in depth.clone().step_by(2 * BLOCK).enumerate() {
-        let rows = start..depth.end.min(start + 2 * BLOCK);
+    let Operand { data, rows: count, cols: depth, col_stride: stride, .. } = lines;
+    for (block, start) in (0..depth).step_by(2 * BLOCK).enumerate() {
+        let rows = start..depth.min(start + 2 * BLOCK);
         for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
-            let first = present.start + index * WIDTH;
-            let width = WIDTH.min(present.end.saturating_sub(first));
+            let first = index * WIDTH;
+            let width = WIDTH.min(count.saturating_sub(first));
             let (targets, _) = panel[block * BLOCK * WIDTH..].as_chunks_mut::<WIDTH>();
             for (k, target) in rows.clone().step_by(2).zip(targets) {
                 if index == 0 {
                     for k in [k + AHEAD, k + 1 + AHEAD] {
-                        prefetch(data, k * stride + present.start, present.len());
+                        prefetch(data, k * stride, count);
                     }
                 }
                 let low = &data[k * stride + first..][..width];
-                let high = if k + 1 < depth.end { &data[(k + 1) * stride + first..][..width] } else { &ZEROS[..width] };
+                let high = if k + 1 < depth { &data[(k + 1) * stride + first..][..width] } else { &ZEROS[..width] };
                 match (low.first_chunk::<WIDTH>(), high.first_chunk::<WIDTH>()) {
                     (Some(low), Some(high)) => *target = std::array::from_fn(|i| pair(low[i], high[i])),
                     _ => target.iter_mut().zip(low).zip(high).for_each(|((to, low), high)| *to = pair(*low, *high)),
@@ -256,25 +184,19 @@ fn pair_rows<const WIDTH: usize>(
 /// Turns rows into units of `PAIRS`, at most those of a tile: the pairs of one unit of each line are gathered, then transposed.
 #[inline(always)]
 fn transpose_rows<const WIDTH: usize, const PAIRS: usize>(
-    lines: PackSource<'_, bf16>,
-    present: Range<usize>,
-    depth: Range<usize>,
+    lines: Operand<'_, bf16>,
     panels: &mut [u32],
     panel_words: usize,
 ) {
     let mut pairs = [0u32; TILE_PAIRS * SPAN];
-    for (block, start) in depth.clone().step_by(2 * PAIRS).enumerate() {
-        let rows = start..depth.end.min(start + 2 * PAIRS);
-        for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
-            let first = (present.start + index * WIDTH).min(present.end);
-            let present = first..present.end.min(first + WIDTH);
-            let pairs = &mut pairs[..PAIRS * WIDTH];
-            pair_rows::<WIDTH>(lines, present.clone(), rows.clone(), pairs, PAIRS * WIDTH);
-            if rows.len() < 2 * PAIRS {
-                pairs[rows.len().div_ceil(2) * WIDTH..].fill(0);
-            }
+    let pairs = &mut pairs[..PAIRS * WIDTH];
+    for (block, start) in (0..lines.cols).step_by(2 * PAIRS).enumerate() {
+        for (panel, first) in panels.chunks_mut(panel_words).zip((0..).step_by(WIDTH)) {
+            let lines = lines.part(first..first + WIDTH, start..start + 2 * PAIRS);
+            pair_rows::<WIDTH>(lines, pairs, PAIRS * WIDTH);
+            pairs[lines.cols.div_ceil(2) * WIDTH..].fill(0);
             let target = &mut panel[block * PAIRS * WIDTH..][..PAIRS * WIDTH];
-            transpose_pairs::<WIDTH, PAIRS>(pairs, present.len(), target);
+            transpose_pairs::<WIDTH, PAIRS>(pairs, lines.rows, target);
         }
     }
 }
@@ -305,25 +227,17 @@ fn transpose_pairs<const WIDTH: usize, const PAIRS: usize>(pairs: &[u32], lines:
 
 /// Packs one panel of units of several words from lines at any addresses: some neighbouring units of one line after
 /// another.
-fn pack_lines<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    present: Range<usize>,
-    depth: Range<usize>,
-    unit: PackUnit,
-    panel: &mut [u32],
-) {
+fn pack_lines<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, unit: PackUnit, panel: &mut [u32]) {
     /// Elements copied at a time: the target stays in the L1 cache.
     const COPIED: usize = 256;
     let (step, words) = (unit.elements(), unit.words());
-    for (from, panel) in depth.clone().step_by(COPIED).zip(panel.chunks_mut(COPIED / 2 * WIDTH)) {
-        let to = depth.end.min(from + COPIED);
-        for (index, line) in present.clone().enumerate() {
-            if lines.depth_stride == 1 {
-                prefetch(lines.data, line * lines.line_stride + to, to - from);
-            }
-            for (from, block) in (from..to).step_by(step).zip(panel.chunks_mut(words * WIDTH)) {
+    for (start, panel) in (0..lines.cols).step_by(COPIED).zip(panel.chunks_mut(COPIED / 2 * WIDTH)) {
+        for index in 0..lines.rows {
+            let line = lines.part(index..index + 1, start..start + COPIED);
+            line.prefetch_next(0);
+            for (from, block) in (0..line.cols).step_by(step).zip(panel.chunks_mut(words * WIDTH)) {
                 let target = &mut block[index * words..][..words];
-                gather(lines, line, from..to.min(from + step), PackUnit::Bf16Pair, target);
+                gather(line.part(0..1, from..from + step), PackUnit::Bf16Pair, target);
             }
         }
     }
@@ -343,57 +257,43 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
 }
 
 /// Packs lines at any addresses: gathers blocks of them line by line and then transposes the blocks.
-fn pack_by_transposing<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    present: Range<usize>,
-    depth: Range<usize>,
-    unit: PackUnit,
-    panel: &mut [u32],
-) {
+fn pack_by_transposing<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, unit: PackUnit, panel: &mut [u32]) {
     let mut block = [[0u32; BLOCK]; 8];
-    let units = depth.len().div_ceil(unit.elements());
-    for start in (0..units).step_by(BLOCK) {
-        let count = BLOCK.min(units - start);
-        let from = depth.start + start * unit.elements();
-        let to = depth.end.min(from + count * unit.elements());
-        let target = &mut panel[start * WIDTH..][..count * WIDTH];
-        for (index, line) in present.clone().step_by(8).enumerate() {
-            let target = &mut target[index * 8..];
-            let group = 8.min(present.end - line);
-            let whole = group == transposed_lines(WIDTH);
-            let done = if whole { transpose_vectors::<T, WIDTH>(lines, line, from..to, unit, target) } else { 0 };
-            let from = from + done * unit.elements();
-            if from < to {
-                for (offset, gathered) in block.iter_mut().take(group).enumerate() {
-                    if lines.depth_stride == 1 {
-                        prefetch(lines.data, (line + offset) * lines.line_stride + to, to - from);
-                    }
-                    gather(lines, line + offset, from..to, unit, &mut gathered[..count - done]);
+    let step = BLOCK * unit.elements();
+    for (from, panel) in (0..lines.cols).step_by(step).zip(panel.chunks_mut(BLOCK * WIDTH)) {
+        for first in (0..lines.rows).step_by(8) {
+            let lines = lines.part(first..first + 8, from..from + step);
+            let target = &mut panel[first..];
+            let whole = lines.rows == transposed_lines(WIDTH);
+            let done = if whole { transpose_vectors::<T, WIDTH>(lines, unit, target) } else { 0 };
+            let rest = lines.part(0..8, done * unit.elements()..step);
+            let units = rest.cols.div_ceil(unit.elements());
+            if units > 0 {
+                for (line, gathered) in block.iter_mut().take(rest.rows).enumerate() {
+                    rest.prefetch_next(line);
+                    gather(rest.part(line..line + 1, 0..step), unit, &mut gathered[..units]);
                 }
-                transpose(&block, group, count - done, &mut target[done * WIDTH..], WIDTH);
+                transpose(&block, rest.rows, units, &mut target[done * WIDTH..], WIDTH);
             }
         }
     }
 }
 
-/// Writes the units of the elements `depth` of one line.
+/// Writes the units of a line.
 #[inline]
-fn gather<T: Element>(lines: PackSource<'_, T>, line: usize, depth: Range<usize>, unit: PackUnit, units: &mut [u32]) {
-    let start = line * lines.line_stride;
-    if lines.depth_stride == 1 {
-        let elements = &lines.data[start..][depth];
+fn gather<T: Element>(line: Operand<'_, T>, unit: PackUnit, units: &mut [u32]) {
+    if line.col_stride == 1 {
         match unit {
-            PackUnit::Float => T::load(elements, as_floats(units)),
-            _ => gather_pairs(as_bf16(elements), units),
+            PackUnit::Float => T::load(&line.data[..line.cols], as_floats(units)),
+            _ => gather_pairs(&as_bf16(line).data[..line.cols], units),
         }
     } else {
-        let at = |k: usize| lines.data[start + k * lines.depth_stride];
-        let end = depth.end;
-        for (k, target) in depth.step_by(unit.elements()).zip(units) {
+        let at = |k: usize| line.data[k * line.col_stride];
+        for (k, target) in (0..line.cols).step_by(unit.elements()).zip(units) {
             *target = if unit == PackUnit::Float {
                 at(k).to_f32().to_bits()
             } else {
-                let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
+                let high = if k + 1 < line.cols { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
                 pair(bf16::from_f32(at(k).to_f32()), high)
             };
         }
@@ -427,41 +327,34 @@ const fn transposed_lines(width: usize) -> usize {
     if width < 8 { width } else { 8 }
 }
 
-/// Packs the elements `depth` of the next [`transposed_lines`], starting at `line`, straight from the operand: as many units as
-/// vector instructions take. Returns the number of units.
+/// Packs [`transposed_lines`] straight from the operand: as many units as vector instructions take. Returns the number of
+/// units.
 #[inline]
 fn transpose_vectors<T: Element, const WIDTH: usize>(
-    lines: PackSource<'_, T>,
-    line: usize,
-    depth: Range<usize>,
+    lines: Operand<'_, T>,
     unit: PackUnit,
     target: &mut [u32],
 ) -> usize {
     #[cfg(target_arch = "x86_64")]
-    if WIDTH >= 6 && lines.depth_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
-        let count = transposed_lines(WIDTH);
-        let units = depth.len() / unit.elements() / 8 * 8;
+    if WIDTH >= 6 && lines.col_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+        let Operand { data, rows: count, cols: depth, row_stride: stride, .. } = lines;
+        let units = depth / unit.elements() / 8 * 8;
         assert!(units == 0 || target.len() >= (units - 1) * WIDTH + count);
-        for line in line..line + count {
-            prefetch(lines.data, line * lines.line_stride + depth.end, depth.len());
+        for line in 0..count {
+            lines.prefetch_next(line);
         }
-        let source = &lines.data[line * lines.line_stride + depth.start..];
-        let source = &source[..(count - 1) * lines.line_stride + depth.len()];
-        let source = source.as_ptr();
-        let stride = lines.line_stride;
+        let source = data[..(count - 1) * stride + depth].as_ptr();
         let target = target.as_mut_ptr();
         // SAFETY: the CPU has AVX2, the lines have `units` units, and the target has room for them.
         unsafe {
             match unit {
                 PackUnit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
-                _ => {
-                    transpose_avx2::<T, WIDTH, true>(source, stride, units, target);
-                }
+                _ => transpose_avx2::<T, WIDTH, true>(source, stride, units, target),
             }
         }
         return units;
     }
-    let _ = (lines, line, depth, unit, target);
+    let _ = (lines, unit, target);
     0
 }
 
@@ -508,21 +401,10 @@ unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
             pairs[4 + i] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
         }
         for half in 0..2 {
-            for side in 0..2 {
-                let first = pairs[4 * half];
-                let second = pairs[4 * half + 1];
-                let (third, fourth) = (pairs[4 * half + 2], pairs[4 * half + 3]);
-                let (a, b) = if side == 0 {
-                    (
-                        _mm256_shuffle_ps::<0b01_00_01_00>(first, second),
-                        _mm256_shuffle_ps::<0b01_00_01_00>(third, fourth),
-                    )
-                } else {
-                    (
-                        _mm256_shuffle_ps::<0b11_10_11_10>(first, second),
-                        _mm256_shuffle_ps::<0b11_10_11_10>(third, fourth),
-                    )
-                };
+            let [a, b, c, d] = [0, 1, 2, 3].map(|i| pairs[4 * half + i]);
+            let low = [_mm256_shuffle_ps::<0b01_00_01_00>(a, b), _mm256_shuffle_ps::<0b01_00_01_00>(c, d)];
+            let high = [_mm256_shuffle_ps::<0b11_10_11_10>(a, b), _mm256_shuffle_ps::<0b11_10_11_10>(c, d)];
+            for (side, [a, b]) in [low, high].into_iter().enumerate() {
                 let unit = start + 2 * half + side;
                 let columns = [_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)];
                 for (column, unit) in columns.into_iter().zip([unit, unit + 4]) {
@@ -561,12 +443,14 @@ fn as_float_patterns<T: Element>(elements: &[T]) -> Option<&[u32]> {
         .then(|| unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) })
 }
 
-/// The elements, which must be BF16.
+/// The lines, whose elements must be BF16.
 #[inline(always)]
-fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
+fn as_bf16<T: Element>(lines: Operand<'_, T>) -> Operand<'_, bf16> {
     assert!(T::DTYPE == candle_core::DType::BF16, "pairs are for BF16 alone");
+    let Operand { data, rows, cols, row_stride, col_stride } = lines;
     // SAFETY: `T` is `bf16`.
-    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+    let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) };
+    Operand { data, rows, cols, row_stride, col_stride }
 }
 
 /// Prefetches elements of an operand a little at a time, while something else is computed.
@@ -586,18 +470,13 @@ impl<'a, T> Prefetch<'a, T> {
     /// Elements in a cache line.
     const LINE: usize = CACHE_LINE / size_of::<T>();
 
-    /// A prefetch of the elements `depth` of the lines `span` in this number of steps. The lines need not exist.
-    pub(super) fn new(lines: PackSource<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
-        let span = span.start.min(lines.count)..span.end.min(lines.count);
-        let start = span.start * lines.line_stride + depth.start * lines.depth_stride;
-        let (runs, stride, length) = if lines.line_stride == 1 {
-            (depth.len(), lines.depth_stride, span.len())
-        } else {
-            (span.len(), lines.line_stride, depth.len())
-        };
+    /// A prefetch of an operand in this number of steps.
+    pub(super) fn new(operand: Operand<'a, T>, steps: usize) -> Self {
+        let Operand { data, rows, cols, row_stride, col_stride } = operand;
+        let (runs, stride, length) = if row_stride == 1 { (cols, col_stride, rows) } else { (rows, row_stride, cols) };
         let runs = if length == 0 { 0 } else { runs };
         let per_step = (runs * length.div_ceil(Self::LINE)).div_ceil(steps.max(1));
-        Self { data: lines.data.get(start..).unwrap_or_default(), runs, stride, length, done: 0, per_step }
+        Self { data, runs, stride, length, done: 0, per_step }
     }
 
     /// Adds the next few cache lines to `ahead`.
@@ -619,6 +498,16 @@ impl<'a, T> Prefetch<'a, T> {
 }
 
 pub(super) const CACHE_LINE: usize = 64;
+
+impl<T> Operand<'_, T> {
+    /// Prefetches what follows a row's elements if they are neighbours: as much again.
+    #[inline(always)]
+    fn prefetch_next(self, row: usize) {
+        if self.col_stride == 1 {
+            prefetch(self.data, row * self.row_stride + self.cols, self.cols);
+        }
+    }
+}
 
 /// Prefetches `len` elements, starting at `start`, into the L1 cache; they need not exist.
 #[inline(always)]

@@ -199,8 +199,10 @@ impl Tokenizer {
                 Ok(ids)
             }
             TokenizerKind::HuggingFace { inner, fast, .. } => {
-                let fast = || fast.as_ref().and_then(|fast| fast.encode(text)).unwrap_or_else(|| encode(inner, text));
-                contained(fast)
+                contained(|| match fast.as_ref().and_then(|fast| fast.encode(text)) {
+                    Some(tokens) => Ok(tokens.into_iter().map(|(id, _)| id).collect()),
+                    None => encode(inner, text),
+                })
             }
         }
     }
@@ -219,15 +221,22 @@ impl Tokenizer {
 
     /// The ids of `text` as [`Self::encode`] has them, each with the bytes that it stands for.
     pub(super) fn encode_with_offsets(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
-        let TokenizerKind::HuggingFace { inner, .. } = &self.kind else {
-            let mut spans = Vec::with_capacity(text.len());
-            for id in self.encode(text)? {
-                let start = spans.last().map_or(0, |(_, span): &(u32, Range<usize>)| span.end);
-                spans.push((id, start..start + if id == BYTE_EOS { END_OF_TEXT[0].len() } else { 1 }));
-            }
-            return Ok(spans);
+        let spans = |tokens: Vec<(u32, usize)>| {
+            let mut end = 0;
+            let span = |(id, len)| {
+                end += len;
+                (id, end - len..end)
+            };
+            tokens.into_iter().map(span).collect()
+        };
+        let TokenizerKind::HuggingFace { inner, fast, .. } = &self.kind else {
+            let len = |id| if id == BYTE_EOS { END_OF_TEXT[0].len() } else { 1 };
+            return Ok(spans(self.encode(text)?.into_iter().map(|id| (id, len(id))).collect()));
         };
         let encode = || {
+            if let Some(tokens) = fast.as_ref().and_then(|fast| fast.encode(text)) {
+                return Ok(spans(tokens));
+            }
             let encoding = inner.encode(text, false);
             let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
             // Offsets may leave out a token's white space, and the tokens of one character share its bytes: each token

@@ -2,7 +2,7 @@
 
 use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
 use crate::engine::device::DeviceContext;
-use crate::engine::kernels::{Fused, view};
+use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
@@ -157,26 +157,20 @@ impl TrainedModel {
         adapters.load((&self.spec, &self.weights), compute, in_blocks, &origin).map(Some)
     }
 
-    /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
-    pub fn masters(&self) -> Result<Parameters> {
-        if let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? {
-            Ok(merge_into_base(&spec, &adapters)?.1)
-        } else {
-            let masters = Parameters::zeros(&self.spec.parameters(), DType::F32, &Device::Cpu)?;
-            self.weights.read(&masters)?;
-            Ok(masters)
-        }
+    /// The weights rounded to `dtype`: a checkpoint's masters, or the folder's weights. Adapters are merged in FP32. Fails with
+    /// [`Error::Model`] naming a tensor with infinities or NaNs, or with values beyond the range of `dtype`.
+    pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
+        self.weights_on(dtype, &Device::Cpu)
     }
 
-    /// The weights rounded to `dtype`. Fails with [`Error::Model`] naming a tensor with infinities or NaNs, or with
-    /// values beyond the range of `dtype`.
-    pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
-        let masters = self.masters()?;
-        check_range(&masters, &self.path.display().to_string(), dtype)?;
-        if dtype == Dtype::F32 {
-            return Ok(masters);
-        }
-        Ok(masters.to_dtype(candle_dtype(dtype), &Fused)?)
+    fn weights_on(&self, dtype: Dtype, device: &Device) -> Result<Parameters> {
+        let origin = self.path.display().to_string();
+        let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? else {
+            return self.weights.load(&self.spec, dtype, device, &origin);
+        };
+        let masters = merge_into_base(&spec, &adapters)?.1;
+        check_range(&masters, &origin, dtype)?;
+        converted(&masters, candle_dtype(dtype), device)
     }
 
     /// The model, and its weights in the policy's compute type, on an open device.
@@ -189,10 +183,7 @@ impl TrainedModel {
 
     /// Loads the model with merged adapters: for measurements of every layer, which frozen layers do not allow.
     pub fn load_merged(&self, policy: PrecisionPolicy, open: &DeviceContext) -> Result<(Decoder, Parameters)> {
-        let mut weights = self.weights(policy.compute)?;
-        if !open.device.is_cpu() {
-            weights = converted(&weights, candle_dtype(policy.compute), &open.device)?;
-        }
+        let weights = self.weights_on(policy.compute, &open.device)?;
         Ok((Decoder::new(&self.spec, &weights, open.kernels.clone())?, weights))
     }
 }

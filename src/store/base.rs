@@ -1,5 +1,5 @@
-//! The frozen base of adapters, or frozen modules: read once, kept in the compute type or in a file's blocks, and known by a digest of its
-//! values.
+//! Weights in the compute type. The frozen base of adapters, or frozen modules, may stay in a file's blocks, and is known by a
+//! digest of its values.
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::summary::summarize;
@@ -53,34 +53,63 @@ impl WeightSource {
             None => Parameters::zeros(&frozen, dtype, device)?,
         };
         let base_parameters = spec.base_parameters();
-        // One buffer for all values: memory that the system's allocator retains from buffers of many sizes would stay
-        // resident during training.
-        let buffer =
-            view::zeros(&[base_parameters.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
+        let buffer = chunk_buffer(&base_parameters)?;
         let mut digest = DigestWriter::new(sink());
         for entry in base_parameters {
             digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
             let tensor =
                 own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
-            let tensor = tensor.map(Tensor::flatten_all).transpose()?;
-            let elements = entry.shape.iter().product::<usize>();
-            let mut stats = TensorStats::default();
-            let chunk = chunk_elements(&entry);
-            for first in (0..elements).step_by(chunk) {
-                let wide = buffer.narrow(0, 0, chunk.min(elements - first))?;
-                view::write_f32(&wide, |out| self.read_part(&entry, first, out))??;
-                stats.merge(&summarize(&wide, FloatFormat::FP32, false)?.stats);
-                hash(&wide, &mut digest, origin)?;
-                if let Some(tensor) = &tensor {
-                    copy_chunk(&wide, tensor, first)?;
-                }
-            }
+            let stats = self.read_chunks(&entry, &buffer, tensor, |wide| hash(wide, &mut digest, origin))?;
             check_stats(&entry.name, &stats, origin, compute)?;
         }
         let parameters = own.with_base(Some(Arc::new(base)));
         init_dora_magnitude(spec, &parameters)?;
         Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
     }
+
+    /// Loads these weights, the parameters of `spec`, in `dtype`, never all of them in FP32. `origin` and the errors are as in
+    /// [`Self::load_adapters`].
+    pub fn load(&self, spec: &ModelSpec, dtype: Dtype, device: &Device, origin: &str) -> Result<Parameters> {
+        let entries = spec.parameters();
+        let weights = Parameters::zeros(&entries, candle_dtype(dtype), device)?;
+        let buffer = chunk_buffer(&entries)?;
+        for entry in &entries {
+            let stats = self.read_chunks(entry, &buffer, weights.get(&entry.name), |_| Ok(()))?;
+            check_stats(&entry.name, &stats, origin, dtype)?;
+        }
+        Ok(weights)
+    }
+
+    /// Reads a parameter into `buffer`, chunk by chunk, and from there into `tensor`, in its type. Calls `visit` with each
+    /// chunk.
+    fn read_chunks(
+        &self,
+        entry: &ParamSpec,
+        buffer: &Tensor,
+        tensor: Option<&Tensor>,
+        mut visit: impl FnMut(&Tensor) -> Result<()>,
+    ) -> Result<TensorStats> {
+        let tensor = tensor.map(Tensor::flatten_all).transpose()?;
+        let elements = entry.shape.iter().product::<usize>();
+        let mut stats = TensorStats::default();
+        let chunk = chunk_elements(entry);
+        for first in (0..elements).step_by(chunk) {
+            let wide = buffer.narrow(0, 0, chunk.min(elements - first))?;
+            view::write_f32(&wide, |out| self.read_part(entry, first, out))??;
+            stats.merge(&summarize(&wide, FloatFormat::FP32, false)?.stats);
+            visit(&wide)?;
+            if let Some(tensor) = &tensor {
+                copy_chunk(&wide, tensor, first)?;
+            }
+        }
+        Ok(stats)
+    }
+}
+
+/// Room for the largest chunk of any of these parameters. One buffer for all: memory that the system's allocator retains from
+/// buffers of many sizes would stay resident during training.
+fn chunk_buffer(entries: &[ParamSpec]) -> Result<Tensor> {
+    Ok(view::zeros(&[entries.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?)
 }
 
 /// Adds FP32 values to a digest.

@@ -68,7 +68,7 @@ impl WeightSource {
                 Ok(())
             }
             Self::Stored(model) => model.read_part(entry, first, out),
-            Self::Checkpoint(checkpoint) => checkpoint.read_part(&entry.name, first, out),
+            Self::Checkpoint(checkpoint) => checkpoint.read_part(entry, first, out),
         }
     }
 

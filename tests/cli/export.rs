@@ -157,7 +157,7 @@ fn weights_beyond_fp16_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let trained = model("deep", folder.path());
     let out = folder.path().join("large");
-    let masters = trained.masters().unwrap();
+    let masters = trained.weights(Dtype::F32).unwrap();
     let huge = masters.get("h.1.mlp.c_fc.bias").unwrap();
     finetune::engine::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
     let error = finetune::store::base::check_range(&masters, "m", Dtype::F16).unwrap_err();
@@ -352,7 +352,7 @@ fn quantized(path: &Path, dtype: GgmlDType) -> Vec<String> {
 /// The weights with each matrix rounded to `Q8_0`: 32 values of a row are multiples of a 127th of the largest
 /// magnitude, and this step is stored in FP16.
 fn in_blocks_of_32(trained: &TrainedModel) -> Parameters {
-    let weights = trained.masters().unwrap();
+    let weights = trained.weights(Dtype::F32).unwrap();
     for tensor in weights.tensors().iter().filter(|tensor| tensor.rank() == 2) {
         let mut rounded: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
         for block in rounded.chunks_exact_mut(32) {

@@ -6,7 +6,7 @@ use super::manifest::{
 use super::state::{MAX_BYTES, State};
 use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
-use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::model::{ModelSpec, ParamSpec, Parameters};
 use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::{check_depth, matrix_of};
@@ -167,8 +167,8 @@ impl Checkpoint {
     }
 
     /// Reads the master weights of a parameter, starting at value `first`.
-    pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        self.master(name)?.read_part(first, out)
+    pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        of_shape(self.master(&entry.name)?, entry)?.read_part(first, out)
     }
 
     fn master(&self, name: &str) -> Result<TensorView<'_>> {
@@ -203,10 +203,7 @@ impl Checkpoint {
 /// Fills every tensor of `into` from the stored tensor that `find` returns for its name.
 fn read_all<'a>(into: &Parameters, find: impl Fn(&str) -> Result<TensorView<'a>>) -> Result<()> {
     for (index, (entry, tensor)) in into.layout().iter().zip(into.tensors()).enumerate() {
-        let stored = find(&entry.name)?;
-        if stored.shape != entry.shape {
-            return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, entry.shape)));
-        }
+        let stored = of_shape(find(&entry.name)?, entry)?;
         let range = into.range(index);
         if tensor.dtype() == DType::F32 && range.len() == stored.len() {
             view::write_f32(tensor, |out| stored.read_f32(out))??;
@@ -216,6 +213,13 @@ fn read_all<'a>(into: &Parameters, find: impl Fn(&str) -> Result<TensorView<'a>>
         }
     }
     Ok(())
+}
+
+fn of_shape<'a>(stored: TensorView<'a>, entry: &ParamSpec) -> Result<TensorView<'a>> {
+    if stored.shape != entry.shape {
+        return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, entry.shape)));
+    }
+    Ok(stored)
 }
 
 fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {

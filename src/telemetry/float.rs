@@ -34,7 +34,7 @@ pub(super) fn deserialize<'de, T: Deserialize<'de> + FromStr, D: Deserializer<'d
 }
 
 /// A number that may be missing: `null`.
-pub(super) mod optional {
+pub(crate) mod optional {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     #[derive(Serialize, Deserialize)]
@@ -42,16 +42,11 @@ pub(super) mod optional {
     struct Float(#[serde(with = "super")] f64);
 
     #[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
-    pub(in crate::telemetry) fn serialize<S: Serializer>(
-        value: &Option<f64>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
         value.map(Float).serialize(serializer)
     }
 
-    pub(in crate::telemetry) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<f64>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
         Ok(Option::<Float>::deserialize(deserializer)?.map(|Float(value)| value))
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::data::DataPosition;
 use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
+use crate::telemetry::float;
 use crate::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
@@ -57,6 +58,7 @@ pub struct State {
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
     /// Validation loss at this step, if it was measured, in nats per token.
+    #[serde(default, with = "float::optional")]
     pub validation_loss: Option<f64>,
     /// The best validation so far.
     pub best: Option<Best>,
@@ -230,6 +232,15 @@ mod tests {
         assert!(message.contains("format version 3 is newer than 2"), "{message}");
         let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
         assert!(message.contains("unknown field `qubits`"), "{message}");
+    }
+
+    #[test]
+    fn a_validation_loss_that_is_no_number_comes_back() {
+        let stored = State { validation_loss: Some(f64::NAN), ..state(2.5) };
+        let json = serde_json::to_vec(&stored).unwrap();
+        assert!(State::from_json(&json).unwrap().validation_loss.unwrap().is_nan());
+        let without = State { validation_loss: None, ..stored };
+        assert_eq!(State::from_json(&serde_json::to_vec(&without).unwrap()).unwrap(), without);
     }
 
     proptest! {

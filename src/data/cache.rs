@@ -13,10 +13,10 @@ use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 use strum::VariantArray;
-use tempfile::NamedTempFile;
+use tempfile::TempPath;
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
 const VERSION: u32 = 8;
@@ -175,7 +175,8 @@ impl TokenFile {
 
 /// Writes a token file piece by piece.
 pub(super) struct TokenWriter {
-    out: BufWriter<NamedTempFile>,
+    out: BufWriter<File>,
+    temporary: TempPath,
     hash: Sha256,
     width: IdWidth,
     tokens: u64,
@@ -191,14 +192,15 @@ impl TokenWriter {
     /// A new file in `folder`, which is created if need be.
     pub(super) fn create(folder: &Path, width: IdWidth) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
+        let (file, temporary) = temporary::file(folder, UNFINISHED)?.into_parts();
+        let mut out = BufWriter::with_capacity(1 << 20, file);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
         let tokens = 0;
         let starts = true;
         let documents = [0; 2];
         let contents = DatasetContents::default();
-        Ok(Self { out, hash, width, tokens, starts, documents, contents, bytes })
+        Ok(Self { out, temporary, hash, width, tokens, starts, documents, contents, bytes })
     }
 
     pub(super) fn start(&mut self) {
@@ -235,12 +237,12 @@ impl TokenWriter {
             self.tokens += 1;
         }
         self.hash.update(&self.bytes);
-        self.out.write_all(&self.bytes).map_err(Error::io("write", self.out.get_ref().path()))
+        self.out.write_all(&self.bytes).map_err(Error::io("write", &self.temporary))
     }
 
     /// Completes the file and opens it. Without a `path` it is unnamed and deleted when closed.
     pub(super) fn finish(mut self, text_bytes: u64, path: Option<&Path>) -> Result<TokenFile> {
-        let temporary: PathBuf = self.out.get_ref().path().to_owned();
+        let temporary = self.temporary;
         let DatasetContents { kind, samples, values } = &self.contents;
         let tail: &[u8] = bytemuck::cast_slice(values);
         self.hash.update(tail);
@@ -257,13 +259,13 @@ impl TokenWriter {
         header[32..].copy_from_slice(&self.hash.finalize());
         file.rewind()
             .and_then(|()| file.write_all(&header))
-            .and_then(|()| file.as_file().sync_all())
+            .and_then(|()| file.sync_all())
             .map_err(Error::io("write", &temporary))?;
-        let file = match path {
-            Some(path) => file.persist(path).map_err(|error| Error::io("create", path)(error.error))?,
-            None => file.into_file(),
-        };
-        TokenFile::open(file).map_err(|problem| Error::data(temporary.display(), problem))
+        let opened = TokenFile::open(file).map_err(|problem| Error::data(temporary.display(), problem))?;
+        if let Some(path) = path {
+            temporary.persist(path).map_err(|error| Error::io("create", path)(error.error))?;
+        }
+        Ok(opened)
     }
 }
 
@@ -271,6 +273,7 @@ impl TokenWriter {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::path::PathBuf;
 
     fn written(ids: &[u32], width: IdWidth) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();

@@ -211,6 +211,11 @@ fn text_that_does_not_fit_into_the_temporary_folder_is_reported() {
     let said = finetune(&CliFixture::in_memory(), "ulimit -f 1", "data stats --data sums", 1);
     assert!(said.contains("error: cannot copy the text to `") && said.contains("`: File too large"), "{said}");
     assert_eq!(said.matches(".finetune-text-").count(), 1, "{said}");
+    let fixture = CliFixture::in_memory();
+    fixture.write("text.txt", "a text that takes more than one block\n".repeat(100));
+    let said = finetune(&fixture, "ulimit -f 1", "data stats --data text.txt", 1);
+    assert!(said.contains("error: cannot write `") && said.contains("`: File too large"), "{said}");
+    assert_eq!(said.matches("/.tokens-").count(), 1, "{said}");
 }
 
 /// Starts a long run, and sends it `signal` once it trains.

@@ -140,7 +140,7 @@ pub(crate) fn start_workers(
     checkpoint: Option<&Checkpoint>,
     group: &dyn ProcessGroup,
 ) -> Result<()> {
-    let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
+    let checkpoint = checkpoint.map(|it| it.path().into());
     RunStart { config: trainer.config().clone(), checkpoint }.broadcast(group)?;
     trainer.check_consistency()
 }

@@ -5,8 +5,8 @@ use crate::engine::collective::ProcessGroup;
 use crate::store::checkpoint::StateTensor;
 use crate::train::config::Config;
 use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
 use std::ops::Range;
-use std::path::PathBuf;
 
 /// A message from the leader to the workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,8 +41,8 @@ impl LeaderMessage {
 pub struct RunStart {
     /// The configuration, as the leader has resolved it.
     pub config: Config,
-    /// The checkpoint that the run continues from. The leader has verified it.
-    pub checkpoint: Option<PathBuf>,
+    /// The path, which may not be UTF-8, of the checkpoint that the run continues from. The leader has verified it.
+    pub checkpoint: Option<OsString>,
 }
 
 impl RunStart {
@@ -82,10 +82,12 @@ impl RunStart {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::ffi::OsStringExt as _;
 
     #[test]
     fn messages_round_trip() {
-        let start = RunStart { config: Config::default(), checkpoint: Some("runs/a/step-000004".into()) };
+        let checkpoint = OsString::from_vec(b"runs/\xFF/step-000004".to_vec());
+        let start = RunStart { config: Config::default(), checkpoint: Some(checkpoint) };
         for message in [
             LeaderMessage::Heartbeat,
             LeaderMessage::Open(Box::default()),

@@ -33,6 +33,7 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let steps = args.config.steps().map_or(STEPS, |steps| steps.max(1) as u64);
     config.train.steps = Some(steps);
+    config.train.epochs = None;
     config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);
     config.telemetry.tensors_every = 1;
     config.telemetry.exponents_every = 1;

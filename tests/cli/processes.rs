@@ -28,14 +28,15 @@ fn one_of_two(mut command: Command, port: &str, rank: &str) -> Command {
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
     // In a job of two processes, which the runs of the verification do not join.
-    let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
+    // Regression: a number of epochs was refused.
+    let line = "verify-distributed --epochs 1 --init-scale 2^22 --batch-size 1 --seq-len 16";
     let port = free_port();
     let in_job = |rank| one_of_two(fixture.command(line), &port, rank);
     let mut other = in_job("1").spawn().unwrap();
     let out = in_job("0").output().unwrap();
     assert!(other.wait().unwrap().success());
     let out = String::from_utf8(out.stdout).unwrap();
-    assert!(out.starts_with("bit-identical: 6 steps of 4 micro-batches by 1, 2 and 4 processes: "), "{out}");
+    assert!(out.starts_with("bit-identical: 20 steps of 4 micro-batches by 1, 2 and 4 processes: "), "{out}");
 }
 
 #[test]

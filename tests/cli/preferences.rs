@@ -482,6 +482,14 @@ fn a_run_compares_with_another_model() {
     assert!((f64::from(step.loss) - expected).abs() < 1e-6, "{}, not {expected}", step.loss);
     assert!(digest("both") == digest("before") && digest("both") != digest("after"));
 
+    // Regression: a value that had changed on the disk was used.
+    let path = fixture.run("both").join("reference.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let last = text.rfind(|c: char| c.is_ascii_digit()).unwrap();
+    let digit = if text[last..].starts_with('1') { "2" } else { "1" };
+    fs::write(&path, format!("{}{digit}{}", &text[..last], &text[last + 1..])).unwrap();
+    fixture.assert_refused("--resume both --steps 2 --plain", &["reference.json`", "it changed since it was written"]);
+
     fs::copy(fixture.path(tuned).join("model.safetensors"), fixture.path("model/model.safetensors")).unwrap();
     let message = fixture.refused("--plain --resume both --steps 2");
     assert!(message.contains("`model` has changed since the run began"), "{message}");

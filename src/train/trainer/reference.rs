@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::data::Batch;
-use crate::digest::DigestWriter;
+use crate::digest::{Digest, DigestWriter};
 use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace, candle_dtype};
 use crate::precision::{PrecisionConfig, UnitSet};
@@ -30,7 +30,16 @@ struct Stored {
     weights: String,
     policy: String,
     data: String,
+    /// SHA-256 of `logps`, which earlier versions did not write.
+    #[serde(default)]
+    sha256: Option<String>,
     logps: ReferenceLogps,
+}
+
+impl Stored {
+    fn hash(logps: &ReferenceLogps) -> Result<String> {
+        Ok(Digest::of(&serde_json::to_vec(logps).map_err(candle_core::Error::wrap)?).sha256)
+    }
 }
 
 impl Trainer {
@@ -74,7 +83,8 @@ impl Trainer {
             let run = self.run.as_ref().filter(|_| self.engine.group.is_leader());
             if let (Some(run), Some(weights)) = (run, self.reference_sha256.clone()) {
                 let Fingerprint { policy, data, .. } = self.fingerprint.clone();
-                let stored = Stored { version: VERSION, weights, policy, data, logps: logps.clone() };
+                let sha256 = Some(Stored::hash(&logps)?);
+                let stored = Stored { version: VERSION, weights, policy, data, sha256, logps: logps.clone() };
                 run.replace(FILE, &serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?)?;
             }
         }
@@ -212,6 +222,9 @@ impl Trainer {
             let message =
                 format!("has format version {}, not {VERSION}; delete it to compute it again", stored.version);
             return Err(Error::checkpoint(&path, message));
+        }
+        if stored.sha256.is_some_and(|written| Stored::hash(&stored.logps).ok() != Some(written)) {
+            return Err(Error::checkpoint(&path, "it changed since it was written; delete it to compute it again"));
         }
         let same = self.reference_sha256.as_ref().is_none_or(|known| *known == stored.weights)
             && (&stored.policy, &stored.data) == (&self.fingerprint.policy, &self.fingerprint.data);

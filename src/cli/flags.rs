@@ -102,13 +102,13 @@ impl ConfigArgs {
         Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: false })
     }
 
-    /// Rejects a configuration file for a resumed run.
+    /// Rejects a configuration file for a resumed run, and invalid flags.
     pub(crate) fn check_resume(&self) -> Result<()> {
         if self.config.is_some() {
             let message = "a resumed run uses its own configuration; make changes with flags or --set";
             return Err(Error::config("--config", message));
         }
-        Ok(())
+        self.overrides().map(drop)
     }
 
     /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
@@ -154,13 +154,18 @@ impl ConfigArgs {
                 _ => out.push((key.clone(), value.clone())),
             }
         }
+        let flags = out.len();
         for pair in &self.set {
             let Some((key, value)) = pair.split_once('=').filter(|(key, _)| !key.trim().is_empty()) else {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
             };
+            let key = key.trim();
+            if out[..flags].iter().any(|(flag, _)| flag == key) {
+                return Err(Error::config(key, "is set by its flag and by `--set`; set it only once"));
+            }
             // Anything that is not a TOML value is a string, so `--set data=a.txt` needs no quotes.
             let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
-            out.push((key.trim().to_owned(), parsed.unwrap_or_else(|| value.into())));
+            out.push((key.to_owned(), parsed.unwrap_or_else(|| value.into())));
         }
         Ok(out)
     }

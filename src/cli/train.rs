@@ -123,7 +123,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     reporter.report(SetupEvent::Phase("reading the log".into()));
     let history = RunState::history(log.path())?;
-    trainer.restore_last_loss(&history);
+    trainer.restore_last_step(&history);
     drop(reporter);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();

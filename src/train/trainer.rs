@@ -396,9 +396,11 @@ impl Trainer {
         self.progress.saved_at = Some(0);
     }
 
-    /// Restores the last step's loss from the run's log, for a run that resumes with no step left.
-    pub fn restore_last_loss(&mut self, history: &RunState) {
+    /// Restores from the run's log the last step's loss, and whether its text was sampled, for a run that resumes with no
+    /// step left.
+    pub fn restore_last_step(&mut self, history: &RunState) {
         let step = self.engine.state.counters.step;
+        self.progress.sampled_at = history.samples.iter().any(|sample| sample.step == step).then_some(step);
         let known = history.curves.loss.at(step).filter(|bucket| bucket.step == step && bucket.last_step == step);
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());
     }

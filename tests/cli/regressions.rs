@@ -100,6 +100,13 @@ fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
         assert!(phases.contains(&of(4, what)), "{phases:?}");
     }
 
+    // Regression: a run that was killed before its end was logged sampled its last text again.
+    let lines = fs::read_to_string(&log).unwrap();
+    let finished = lines.trim_end().rfind('\n').unwrap() + 1;
+    fs::write(&log, &lines[..finished]).unwrap();
+    fixture.said("--resume r --plain");
+    assert_eq!(of_kind!(fixture.events("r"), Event::Sample).map(|sample| sample.step).collect::<Vec<_>>(), [4]);
+
     // As if the run were saving now: its process is this test.
     let saving = records.iter().rposition(|record| begun(record).is_some_and(|(_, what)| what == "saving")).unwrap();
     let mut records = records[..=saving].to_vec();

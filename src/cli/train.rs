@@ -100,7 +100,8 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     {
         reporter.notice(&text);
         trainer.stop_workers()?;
-        return Ok(FinishReason::Done);
+        // With the exit code of the first time.
+        return trainer.check_result().map(|()| FinishReason::Done);
     }
     processes::start_workers(&trainer, checkpoint, &**group)?;
     if args.find_lr {

@@ -532,9 +532,14 @@ impl Trainer {
         }
         self.save_last()?;
         evaluated?;
-        self.check_applied()?;
-        self.check_validation()?;
+        self.check_result()?;
         Ok(reason)
+    }
+
+    /// Returns an error if training had no effect, or gave a model that cannot be used.
+    pub fn check_result(&self) -> Result<()> {
+        self.check_applied()?;
+        self.check_validation()
     }
 
     /// Returns an error if no step was applied, so that the exit code reports a run without effect.

@@ -317,6 +317,13 @@ fn a_run_whose_last_validation_is_not_finite_fails() {
     let (code, _, err) = fixture.output(&training("r", "--dtype fp16 --lr 10 --steps 3 --set schedule.kind=constant"));
     assert_eq!((code, fixture.steps("r").len()), (Some(3), 3), "{err}");
     assert!(err.contains("the validation loss is NaN") && err.contains("lower the learning rate"), "{err}");
+    // Regression: a resumed run trained on after it had stopped at such a loss.
+    let stops = "--dtype fp16 --lr 10 --steps 20 --eval-every 1 --early-stopping 1 --set schedule.kind=constant";
+    fixture.output(&training("early", stops));
+    let steps = fixture.steps("early").len();
+    let (code, _, err) = fixture.output("--resume early --plain");
+    assert!(code == Some(3) && fixture.steps("early").len() == steps && steps < 20, "{steps}: {err}");
+    assert!(err.contains("the run stopped early") && err.contains("the validation loss is NaN"), "{err}");
 }
 
 #[test]

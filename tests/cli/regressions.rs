@@ -206,6 +206,9 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
     let (code, _, complaint) = fixture.output(&line);
     assert_eq!(code, Some(3), "{complaint}");
     assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale 2^"), "{complaint}");
+    // Regression: resuming it ended with the code of success.
+    let (code, _, again) = fixture.output("--resume r --plain");
+    assert!(code == Some(3) && again.contains("nothing is left to do") && again.contains("all 2 steps"), "{again}");
     // The scale that it names works.
     let scale = complaint.split("--init-scale ").nth(1).unwrap().split('`').next().unwrap();
     fixture.said(&line.replace("1e30", scale).replace("--run r", "--run again"));

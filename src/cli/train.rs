@@ -22,6 +22,8 @@ use crate::ui::format::{clock, loss};
 use crate::untrusted::sanitize_block;
 use crate::{Error, Result};
 use clap::Args;
+use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::io::{ErrorKind, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -67,7 +69,7 @@ struct Resumed {
     run: Run,
     /// `None` if the run was killed before its first checkpoint.
     checkpoint: Option<Checkpoint>,
-    warnings: Vec<String>,
+    warnings: BTreeSet<String>,
 }
 
 impl Resumed {
@@ -116,10 +118,11 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     } else {
         // A run that is refused leaves no folder.
         check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
-        (new_run(&config)?, Vec::new())
+        (new_run(&config)?, BTreeSet::new())
     };
     warnings.extend(warning);
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
+    warnings.extend(trainer.changes().iter().map(changed));
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     reporter.report(SetupEvent::Phase("reading the log".into()));
@@ -155,8 +158,13 @@ fn resolve(args: &TrainArgs, reporter: &Reporter) -> Result<(Config, Option<Resu
     args.config.check_resume()?;
     let mut resumed = find(path.as_deref(), args, reporter)?;
     let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
-    resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
+    resumed.warnings.extend(changes.iter().map(changed));
     Ok((config, Some(resumed)))
+}
+
+/// A warning about a changed setting.
+fn changed(change: impl Display) -> String {
+    format!("resumed with a changed setting: {change}")
 }
 
 /// Refuses data that only one of several processes could read. Returns a warning if some have nothing to compute.
@@ -291,10 +299,10 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     }
     let run = Run::open(&folder)?;
     if let Some(step) = step {
-        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
+        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: BTreeSet::new() });
     }
     if list(&folder)?.iter().all(|one| one.kind != CheckpointKind::Full) {
-        let warnings = vec!["this run has no checkpoint yet; starting over".into()];
+        let warnings = ["this run has no checkpoint yet; starting over".into()].into();
         return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = latest_valid(&folder)?;

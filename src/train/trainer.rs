@@ -396,6 +396,11 @@ impl Trainer {
         self.progress.saved_at = Some(0);
     }
 
+    /// Settings that differ from the checkpoint, with both values.
+    pub fn changes(&self) -> &[String] {
+        &self.progress.changes
+    }
+
     /// Restores from the run's log the last step's loss, and whether its text was sampled, for a run that resumes with no
     /// step left.
     pub fn restore_last_step(&mut self, history: &RunState) {
@@ -458,9 +463,6 @@ impl Trainer {
         self.gpu = gpu::uuid(&self.engine.state.weights.device()).and_then(GpuSampler::start);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)));
-        for change in std::mem::take(&mut self.progress.changes) {
-            self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
-        }
         if !self.config.precision.masters {
             let message =
                 "`precision.masters = false`: updates below half a unit in the last place of a weight are lost";

@@ -638,7 +638,7 @@ fn a_step_on_old_completions_has_the_old_batches() {
         Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&checkpoint), &mut |_| ()).map(drop)
     };
     let message = resume(1).unwrap_err().to_string();
-    assert!(message.contains("`grad_accum` was 3 and is now 2, but its next step uses"), "{message}");
+    assert!(message.contains("`train.grad_accum` was 3 and is now 2, but its next step uses"), "{message}");
     resume(2).unwrap();
 }
 

@@ -315,7 +315,7 @@ impl Trainer {
         let differs = |key: &str, now: u64| {
             // Older checkpoints lack some settings.
             let was = state.schedule.get(key)?.as_u64()?;
-            (was != now).then(|| format!("`{key}` was {was} and is now {now}"))
+            (was != now).then(|| format!("`train.{key}` was {was} and is now {now}"))
         };
         let seed = (state.seed != config.seed).then(|| format!("`seed` was {} and is now {}", state.seed, config.seed));
         if let Some(difference) = seed.or_else(|| differs("seq_len", config.train.seq_len as u64)) {

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result, untrusted};
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::{Builder, NamedTempFile, TempDir};
@@ -13,15 +13,25 @@ const YOUNG: Duration = Duration::from_mins(1);
 /// Creates and locks a file in `folder`, named `prefix` and random characters, after removing abandoned ones of that prefix.
 pub(crate) fn file(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     sweep(folder, |name| name.starts_with(prefix));
-    let file = NamedTempFile::with_prefix_in(prefix, folder).map_err(Error::io("create a file in", folder))?;
+    let file = NamedTempFile::with_prefix_in(prefix, folder).map_err(|error| without_path(&error));
+    let file = file.map_err(Error::io("create a file in", folder))?;
     let _ = file.as_file().try_lock();
     Ok(file)
 }
 
+/// An error of the operating system without the random path that `tempfile` adds.
+fn without_path(error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), error.to_string().split(" at path ").next().unwrap_or_default())
+}
+
 /// Like [`file`], but a folder. The second value holds its lock.
 pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
+    locked_folder(parent, prefix).map_err(Error::io("create a folder in", parent))
+}
+
+fn locked_folder(parent: &Path, prefix: &str) -> io::Result<(TempDir, Option<File>)> {
     sweep(parent, |name| name.starts_with(prefix));
-    let made = Builder::new().prefix(prefix).tempdir_in(parent).map_err(Error::io("create a folder in", parent))?;
+    let made = Builder::new().prefix(prefix).tempdir_in(parent).map_err(|error| without_path(&error))?;
     let lock = File::open(made.path()).ok();
     let _ = lock.as_ref().map(File::try_lock);
     Ok((made, lock))
@@ -29,7 +39,7 @@ pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<Fil
 
 /// Like [`folder`], next to `target`, for writing it before [`publish`].
 pub(crate) fn staging_folder(target: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
-    folder(parent(target), prefix)
+    locked_folder(parent(target), prefix).map_err(Error::io("write", target))
 }
 
 fn parent(path: &Path) -> &Path {
@@ -151,6 +161,16 @@ mod tests {
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 2);
         OutputFile::create(Path::new("/dev/null")).unwrap().write(b"new").unwrap();
         OutputFile::create(Path::new("/dev/full")).unwrap().write(b"new").unwrap_err();
+    }
+
+    #[test]
+    fn an_error_names_no_temporary_file() {
+        let missing = Path::new("/nowhere");
+        let text = |error: Error| error.to_string();
+        let expected = |action: &str| format!("cannot {action}: No such file or directory (os error 2)");
+        assert_eq!(text(file(missing, ".a-").unwrap_err()), expected("create a file in `/nowhere`"));
+        assert_eq!(text(folder(missing, ".a-").unwrap_err()), expected("create a folder in `/nowhere`"));
+        assert_eq!(text(staging_folder(&missing.join("a"), ".a-").unwrap_err()), expected("write `/nowhere/a`"));
     }
 
     #[test]

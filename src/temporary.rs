@@ -2,6 +2,7 @@
 
 use crate::{Error, Result, untrusted};
 use std::fs::File;
+use std::io::ErrorKind::PermissionDenied;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -55,7 +56,8 @@ pub(crate) fn publish(folder: &TempDir, files: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// A file that appears, or replaces an older one, when it is complete. Pipes and devices are written directly.
+/// A file that appears, or replaces an older one of the same mode, when it is complete. Pipes, devices, and files in folders
+/// that take no new ones are written directly.
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     path: PathBuf,
@@ -69,13 +71,22 @@ impl OutputFile {
     pub(crate) fn create(path: &Path) -> Result<Self> {
         let linked = path.is_symlink().then(|| path.canonicalize().ok()).flatten();
         let path = linked.unwrap_or_else(|| path.to_path_buf());
-        let is_special = path.metadata().is_ok_and(|metadata| !metadata.is_file());
+        let earlier = path.metadata().ok();
         parent(&path).metadata().map_err(Error::io("write", &path))?;
-        let staging = if is_special { None } else { Some(staging_folder(&path, ".output-")?) };
+        let is_special = earlier.as_ref().is_some_and(|metadata| !metadata.is_file());
+        let staging = (!is_special).then(|| staging_folder(&path, ".output-"));
+        let staging = match staging.transpose() {
+            // The file may be writable although its folder is not.
+            Err(Error::Io { source, .. }) if earlier.is_some() && source.kind() == PermissionDenied => None,
+            staging => staging?,
+        };
         let name = path.file_name().unwrap_or_default();
         let written = staging.as_ref().map_or_else(|| path.clone(), |(folder, _)| folder.path().join(name));
-        let out = BufWriter::new(File::create(written).map_err(Error::io("write", &path))?);
-        Ok(Self { path, out, staging })
+        let out = File::create(written).map_err(Error::io("write", &path))?;
+        if let (Some(earlier), Some(_)) = (earlier, &staging) {
+            out.set_permissions(earlier.permissions()).map_err(Error::io("write", &path))?;
+        }
+        Ok(Self { path, out: BufWriter::new(out), staging })
     }
 
     /// Writes the whole file.
@@ -126,6 +137,8 @@ pub(crate) fn sweep_older_than(folder: &Path, young: Duration, ours: impl Fn(&st
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     #[test]
     fn what_a_killed_process_has_left_is_removed_and_a_living_ones_is_not() {
@@ -150,6 +163,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let [file, link] = ["file", "link"].map(|name| root.path().join(name));
         std::fs::write(&file, "earlier").unwrap();
+        std::fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
         std::os::unix::fs::symlink(&file, &link).unwrap();
         let full =
             |out: &mut dyn Write| out.write_all(b"half").map_err(Error::stdout).and(Err(Error::data("", "full")));
@@ -157,7 +171,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "earlier");
         OutputFile::create(&link).unwrap().write(b"new").unwrap();
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "new");
-        assert!(link.is_symlink());
+        assert!(link.is_symlink() && file.metadata().unwrap().mode() & 0o777 == 0o640);
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 2);
         OutputFile::create(Path::new("/dev/null")).unwrap().write(b"new").unwrap();
         OutputFile::create(Path::new("/dev/full")).unwrap().write(b"new").unwrap_err();

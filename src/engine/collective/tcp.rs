@@ -168,7 +168,7 @@ impl<'a> Meeting<'a> {
 
     /// Another rank's connections: to rank 0, to the ranks below, and from the ranks above.
     fn join(&self) -> Result<Vec<Option<TcpStream>>> {
-        let lost = |error| Error::Collective(format!("the connection to `{}` failed: {error}", self.master));
+        let lost = |error| Error::Collective(format!("{LOST} `{}`: {error}", self.master));
         let first = self.reach_master()?;
         let address = first.local_addr().map_err(lost)?.ip();
         let listener = TcpListener::bind((listening_address(&self.master.host, address), 0)).map_err(lost)?;
@@ -449,6 +449,19 @@ mod tests {
         assert_eq!(error, format!("process 1 did not connect to process 0 at {master} in time"));
         let error = Meeting::new(&launch(2, 1), &master, limit).join().unwrap_err().to_string();
         assert_eq!(error, format!("not all processes connected to `{master}` in time"));
+    }
+
+    /// Its error is the cause; those of the others only hide it.
+    #[test]
+    fn a_leader_that_ends_during_the_start_is_a_lost_connection() {
+        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
+        let listener = Tcp::listen(&master).unwrap();
+        master.port = listener.local_addr().unwrap().port();
+        thread::scope(|scope| {
+            scope.spawn(|| listener.accept().map(drop).unwrap());
+            let error = Meeting::new(&launch(2, 1), &master, HELLO_TIME).join().unwrap_err().to_string();
+            assert!(error.starts_with(&format!("lost connection to `{master}`: ")), "{error}");
+        });
     }
 
     #[test]

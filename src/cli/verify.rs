@@ -108,13 +108,12 @@ impl Subject {
 
     fn of_run(folder: PathBuf) -> Result<Self> {
         let log = folder.join("events.jsonl");
-        Ok(Self {
-            recorded: RecordedRun::read(&log)?,
-            config: None,
-            instruction_set: Isa::current().to_string(),
-            differences: check_proofs(&folder, &log, &logged_checkpoints(&log)?)?,
-            folder,
-        })
+        let recorded = RecordedRun::read(&log)?;
+        let mut differences = check_proofs(&folder, &log, &logged_checkpoints(&log)?)?;
+        if recorded.unreadable > 0 {
+            differences.push(format!("log: {} unreadable lines", recorded.unreadable));
+        }
+        Ok(Self { folder, recorded, config: None, instruction_set: Isa::current().to_string(), differences })
     }
 
     fn checkpoint(&self, step: u64) -> PathBuf {

@@ -21,13 +21,15 @@ pub struct RecordedRun {
     pub checkpoints: BTreeMap<u64, CheckpointSaved>,
     /// The configurations that it was trained with, each with the step that it was valid after.
     pub configs: Vec<(u64, Value)>,
+    /// The number of lines of its log that cannot be read.
+    pub unreadable: usize,
 }
 
 impl RecordedRun {
     /// Reads a log.
     pub fn read(log: &Path) -> Result<Self> {
         let mut recorded = Self::default();
-        for_each(log, |record| {
+        let unreadable = for_each(log, |record| {
             match record.event {
                 Event::Started(started) => recorded.configs.push((started.resumed_from.unwrap_or(0), started.config)),
                 Event::Step(step) => drop(recorded.steps.insert(step.step, *step)),
@@ -38,7 +40,7 @@ impl RecordedRun {
             }
             Ok(())
         })?;
-        Ok(recorded)
+        Ok(Self { unreadable, ..recorded })
     }
 
     /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote it.

@@ -104,6 +104,14 @@ fn a_flipped_bit_in_any_file_is_found() {
             std::fs::write(&file, original).unwrap();
         }
     }
+    // Regression: a checkpoint without a readable record was not compared.
+    let log = fixture.path("checkpoints/v/events.jsonl");
+    let text = std::fs::read_to_string(&log).unwrap();
+    let last = text.rfind("\"chain\":").unwrap();
+    std::fs::write(&log, format!("{}#{}", &text[..last], &text[last + 1..])).unwrap();
+    let (code, out) = verdict(&fixture, "verify v");
+    assert!(code == Some(1) && out.contains("differs: log: 1 unreadable lines"), "{out}");
+    std::fs::write(&log, text).unwrap();
     assert_eq!(verdict(&fixture, "verify v").0, Some(0));
     // Settings that change the numbers.
     let settings = fixture.path("checkpoints/v/config.toml");

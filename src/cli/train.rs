@@ -281,15 +281,15 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     let path = path.as_deref();
     let step = path.filter(|path| is_step(path));
     let folder = match (path, step) {
-        (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
-        (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
+        (None, _) => named.map_or_else(|| latest_run(dir), |run| Ok(dir.join(run)))?,
+        // A relative path may be without a parent.
+        (_, Some(step)) => step.canonicalize().map_err(Error::io("read", step))?.parent().unwrap_or(step).to_path_buf(),
+        (Some(path), None) if path.is_dir() => path.to_path_buf(),
         (Some(path), None) => {
             let message = format!("no folder or run with this name exists{}", did_you_mean(run.unwrap_or(path), dir));
             return Err(Error::checkpoint(path, message));
         }
-        (None, _) => Some(named.map_or_else(|| latest_run(dir), |run| Ok(dir.join(run)))?),
     };
-    let folder = folder.unwrap_or_default();
     let settings = folder.join("config.toml");
     match std::fs::metadata(&settings) {
         Ok(found) if found.is_file() => (),

@@ -6,7 +6,7 @@ use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Special tokens; in older models also the chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
@@ -15,9 +15,9 @@ pub const GENERATION_CONFIG: &str = "generation_config.json";
 /// The Jinja template of a chat.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// The auxiliary files of a model, byte for byte.
+/// The auxiliary files of a model, byte for byte, with the path of each for error messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct AuxFiles(BTreeMap<&'static str, Vec<u8>>);
+pub struct AuxFiles(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
 
 impl AuxFiles {
     /// The names of all auxiliary files.
@@ -29,7 +29,8 @@ impl AuxFiles {
         for name in Self::NAMES {
             let path = folder.join(name);
             if path.is_file() {
-                found.0.insert(name, read_at_most(&path, MAX_SMALL_FILE)?);
+                let bytes = read_at_most(&path, MAX_SMALL_FILE)?;
+                found.0.insert(name, (path, bytes));
             }
         }
         Ok(found)
@@ -37,17 +38,17 @@ impl AuxFiles {
 
     /// Adds or replaces a file.
     pub fn insert(&mut self, name: &'static str, text: impl Into<Vec<u8>>) {
-        self.0.insert(name, text.into());
+        self.0.insert(name, (name.into(), text.into()));
     }
 
     /// Each file's name and bytes.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
-        self.0.iter().map(|(name, bytes)| (*name, bytes.as_slice()))
+        self.0.iter().map(|(name, (_, bytes))| (*name, bytes.as_slice()))
     }
 
     /// A file's bytes.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
-        self.0.get(name).map(Vec::as_slice)
+        self.0.get(name).map(|(_, bytes)| bytes.as_slice())
     }
 
     /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in
@@ -56,8 +57,8 @@ impl AuxFiles {
     pub fn chat(&self) -> Result<ChatSettings> {
         let config = self.json(TOKENIZER_CONFIG)?;
         let token = |key| special_token(&config, key).map(str::to_owned);
-        let template = if let Some(bytes) = self.get(CHAT_TEMPLATE) {
-            Some(String::from_utf8(bytes.to_vec()).map_err(|_| Error::model(CHAT_TEMPLATE, "not UTF-8"))?)
+        let template = if let Some((path, bytes)) = self.0.get(CHAT_TEMPLATE) {
+            Some(String::from_utf8(bytes.clone()).map_err(|_| Error::model(path.display(), "not UTF-8"))?)
         } else {
             let template = &config["chat_template"];
             let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
@@ -99,8 +100,8 @@ impl AuxFiles {
     }
 
     fn json(&self, name: &str) -> Result<Value> {
-        let Some(bytes) = self.get(name) else { return Ok(Value::Null) };
-        serde_json::from_slice(bytes).map_err(|error| Error::model(name, format!("not JSON: {error}")))
+        let Some((path, bytes)) = self.0.get(name) else { return Ok(Value::Null) };
+        serde_json::from_slice(bytes).map_err(|error| Error::model(path.display(), format!("not JSON: {error}")))
     }
 }
 
@@ -120,4 +121,21 @@ pub fn tokenizer_config(tokenizer: &Tokenizer) -> Value {
         "bos_token": end,
         "eos_token": end,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [(TOKENIZER_CONFIG, &b"{"[..]), (CHAT_TEMPLATE, b"\xff")] {
+            let file = folder.path().join(name);
+            std::fs::write(&file, text).unwrap();
+            let message = AuxFiles::of_folder(folder.path()).unwrap().chat().unwrap_err().to_string();
+            assert!(message.starts_with(&*file.to_string_lossy()), "{message}");
+            std::fs::remove_file(file).unwrap();
+        }
+    }
 }

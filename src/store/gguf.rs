@@ -67,7 +67,7 @@ impl Gguf {
         let content = content.map_err(|error| match error {
             _ if limit_hit => Error::model(path.display(), format!("its metadata exceeds {MAX_METADATA} bytes")),
             error if is_end_of_file(&error) => {
-                Error::model(path.display(), "it is truncated: it ends within its metadata")
+                Error::model(path.display(), "it is truncated: it ends within its metadata; download or copy it again")
             }
             error => {
                 let error = Error::from(error).to_string();
@@ -112,7 +112,9 @@ impl Gguf {
             let end = self.content.tensor_data_offset.checked_add(info.offset).and_then(|at| at.checked_add(size));
             if end.is_none_or(|end| end > bytes) {
                 let at = info.offset;
-                return fail(format!("its {size} bytes starting at {at} exceed the file: truncated"));
+                return fail(format!(
+                    "its {size} bytes starting at {at} exceed the file: truncated; download or copy it again"
+                ));
             }
         }
         Ok(())

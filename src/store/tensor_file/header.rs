@@ -72,7 +72,9 @@ fn explain(error: &SafeTensorError, bytes: usize) -> String {
             format!("its header does not fit in its {bytes} bytes: truncated, or not safetensors")
         }
         SafeTensorError::MetadataIncompleteBuffer => {
-            format!("its size of {bytes} bytes does not match its tensors: it is truncated or has extra data")
+            format!(
+                "its size of {bytes} bytes does not match its tensors: it is truncated or has extra data; download or copy it again"
+            )
         }
         SafeTensorError::InvalidOffset(name) => {
             format!("the values of tensor `{name}` overlap others, leave a gap before them or end before they begin")
@@ -127,7 +129,7 @@ mod tests {
         let huge = u64::MAX;
         for (json, data, expected) in [
             (one("F32", "[2]", "[0,8]"), 4, "size of 66 bytes does not match its tensors"),
-            (one("F32", "[2]", "[0,8]"), 9, "truncated or has extra data"),
+            (one("F32", "[2]", "[0,8]"), 9, "truncated or has extra data; download or copy it again"),
             (one("F32", "[2]", "[4,12]"), 12, "the values of tensor `x` overlap others, leave a gap"),
             (one("F32", "[2]", "[0,4]"), 4, "does not match its byte range"),
             (one("F16", "[4294967296,4294967296]", "[0,8]"), 8, "overflow"),

@@ -3,6 +3,7 @@
 //! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
+use super::not_finite;
 use crate::data::{EvalLoader, IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::precision::PrecisionPolicy;
@@ -75,15 +76,22 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    fn of(sum: f64, tokens: u64, windows: usize, bytes_per_token: f64) -> Self {
+    fn of(sum: f64, tokens: u64, windows: usize, bytes_per_token: f64) -> Result<Self> {
+        if tokens == 0 {
+            return Err(Error::data("the text", "has no token to predict; use a text with at least two tokens"));
+        }
         let loss = sum / tokens as f64;
+        if !loss.is_finite() {
+            return Err(not_finite());
+        }
         let bits_per_byte = loss / std::f64::consts::LN_2 / bytes_per_token;
-        Self { loss, perplexity: loss.exp(), bits_per_byte, tokens, windows }
+        Ok(Self { loss, perplexity: loss.exp(), bits_per_byte, tokens, windows })
     }
 }
 
 /// Evaluates a model on `tokens`; `bytes_per_token` is the average size of a predicted token. Calls `progress` with the
-/// number of windows done after every batch.
+/// number of windows done after every batch. Fails with [`Error::Model`] if the model's logits are not finite,
+/// [`Error::Data`] for a text without a token to predict.
 pub fn evaluate(
     model: &Decoder,
     weights: &Parameters,
@@ -128,10 +136,7 @@ pub fn evaluate(
         progress(first);
     }
     tokens.check()?;
-    if predicted == 0 {
-        return Err(Error::data("the text", "has no token to predict; use a text with at least two tokens"));
-    }
-    Ok(Evaluation::of(loss, predicted, count, bytes_per_token))
+    Evaluation::of(loss, predicted, count, bytes_per_token)
 }
 
 /// Like [`evaluate`], for samples: each is computed separately, truncated to the window's length.
@@ -161,7 +166,7 @@ fn evaluate_samples(
         progress(done);
     }
     batches.check()?;
-    Ok(Evaluation::of(loss, predicted, done, bytes_per_token))
+    Evaluation::of(loss, predicted, done, bytes_per_token)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ mod stream;
 pub use batch::{BATCH_SIZE, Completion, generate_batch};
 pub use stream::{TextStream, decode_after};
 
+use super::not_finite;
 use crate::data::Tokenizer;
 use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, KvCache, Parameters};
@@ -214,9 +215,7 @@ impl<'a> Continuation<'a> {
 fn with_repetition_penalty(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
     // Otherwise a NaN would cause an error about the weights of a distribution, or be chosen as the largest.
     if !logits.sum_all()?.to_scalar::<f32>()?.is_finite() {
-        let message = "its logits are not finite; use `--dtype bf16` or `--dtype fp32` instead of fp16, or an earlier \
-                       checkpoint";
-        return Err(Error::model("the model", message));
+        return Err(not_finite());
     }
     Ok(if penalty == 1.0 { logits } else { apply_repeat_penalty(&logits, penalty, seen)? })
 }

@@ -176,9 +176,9 @@ fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64
     expected
 }
 
-/// Logits that are not finite are an error; a maximum that ignores them would print no difference.
+/// Logits that are not finite are an error: a maximum that ignores them would print no difference, and a loss would be `NaN`.
 #[test]
-fn a_merge_whose_logits_are_not_finite_is_an_error() {
+fn logits_that_are_not_finite_are_an_error() {
     let fixture = fixture();
     fixture.said("export run adapter");
     let file = fixture.path("adapter/adapter_model.safetensors");
@@ -189,9 +189,11 @@ fn a_merge_whose_logits_are_not_finite_is_an_error() {
         }
     }
     candle_core::safetensors::save(&tensors, &file).unwrap();
-    let (code, said, complaint) = fixture.output("merge model merged --adapter adapter");
-    assert!(code != Some(0) && complaint.contains("logits are not finite"), "{complaint}");
-    assert!(!said.contains("largest difference"));
+    for command in ["merge model merged --adapter adapter", "eval model --adapter adapter --data grammar --seq-len 8"] {
+        let (code, said, complaint) = fixture.output(command);
+        assert!(code != Some(0) && complaint.contains("logits are not finite"), "{complaint}");
+        assert!(!said.contains("largest difference") && !said.contains("NaN"));
+    }
 }
 
 const IDS: [u32; 12] = [1, 7, 33, 2, 39, 20, 13, 13, 24, 5, 28, 9];

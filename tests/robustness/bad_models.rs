@@ -119,8 +119,8 @@ const FILES: [(&str, Change); 43] = [
     ("a base below 1", |parts| parts.set("llama.rope.freq_base", Value::F32(0.5))),
     ("heads rotated in part", |parts| parts.set("llama.rope.dimension_count", Value::U32(2))),
     ("heads of values of a different width", |parts| parts.set("llama.attention.value_length", Value::U32(2))),
-    ("rope factors of no known kind", |parts| {
-        let factors = Tensor::new(&[3.0_f32, 7.0], &Device::Cpu).unwrap();
+    ("a rope factor of 0", |parts| {
+        let factors = Tensor::new(&[3.0_f32, 0.0], &Device::Cpu).unwrap();
         parts.tensors.insert("rope_freqs.weight".into(), factors);
     }),
     ("rope factors for long texts only", |parts| {

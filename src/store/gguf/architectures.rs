@@ -427,7 +427,8 @@ fn from_factors(
     }
 }
 
-/// Recovers the `llama3` parameters from a file's divisors.
+/// Recovers the `llama3` parameters from a file's divisors if both frequency factors are the usual ones. Any divisors are
+/// equal to `longrope` with one list for all lengths.
 fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
     let (low_freq_factor, high_freq_factor, usual) = LLAMA3;
     let factor = f64::from(factors.iter().copied().fold(1.0, f32::max)).round();
@@ -444,9 +445,13 @@ fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) 
     let plain = Rope::plain(theta).frequencies(head_dim, 1);
     let expected = plain.iter().zip(rope.frequencies(head_dim, 1)).map(|(plain, scaled)| plain / scaled);
     let near = |(a, b): (f32, &f32)| (a - b).abs() <= 1e-4 * a.abs();
-    if factors.len() != plain.len() || !expected.zip(factors).all(near) {
-        let message = "its values are not those of `llama3` with frequency factors of 1 and 4";
-        return Err(format!("tensor `{}`: {message}", ROPE_FACTORS[0]));
+    if factors.len() != plain.len() || !factors.iter().all(|factor| *factor > 0.0) {
+        return Err(format!("tensor `{}`: it must have {} positive numbers", ROPE_FACTORS[0], plain.len()));
+    }
+    if !expected.zip(factors).all(near) {
+        let rope =
+            json!({"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1});
+        return Ok(rope);
     }
     let mut json = rope.to_json();
     if let Some(object) = json.as_object_mut() {
@@ -507,17 +512,37 @@ mod tests {
         assert_eq!(read(json!({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"})), None);
     }
 
+    /// Rotary embeddings of a family, and those that come back from a file of it.
+    fn rope_and_back(model_type: &str, rope: &Value) -> [Rope; 2] {
+        let config = json!({"model_type": model_type, "rope_parameters": rope});
+        let spec = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap();
+        let GgufMetadata { architecture, keys, rope_factors } = spec.to_gguf().unwrap();
+        let keys = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        let shape = |name: &str| (name == "token_embd.weight").then(|| vec![spec.vocab_size, spec.hidden_size]);
+        let header = GgufHeader { architecture, keys, bos: None, eos: Vec::new(), shape: &shape, rope_factors };
+        [spec.rope, ModelSpec::from_gguf(&header, "x").unwrap().rope].map(Option::unwrap)
+    }
+
     /// Without the key, these families have embeddings of the type `yarn`.
     #[test]
     fn plain_rotary_embeddings_come_back() {
         for model_type in ["ministral3", "gpt_oss"] {
-            let config = json!({"model_type": model_type, "rope_parameters": {"rope_type": "default"}});
-            let spec = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap();
-            let GgufMetadata { architecture, keys, rope_factors } = spec.to_gguf().unwrap();
-            let keys = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-            let shape = |name: &str| (name == "token_embd.weight").then(|| vec![spec.vocab_size, spec.hidden_size]);
-            let header = GgufHeader { architecture, keys, bos: None, eos: Vec::new(), shape: &shape, rope_factors };
-            assert_eq!(ModelSpec::from_gguf(&header, "x").unwrap().rope, spec.rope, "{model_type}");
+            let [rope, back] = rope_and_back(model_type, &json!({"rope_type": "default"}));
+            assert_eq!(back, rope, "{model_type}");
+        }
+    }
+
+    #[test]
+    fn llama3_comes_back_whatever_its_factors() {
+        let frequencies = |rope: &Rope| rope.frequencies(128, 1);
+        for (factor, low, high, original) in [(8.0, 1.0, 4.0, 8192), (2.5, 1.0, 4.0, 64), (8.0, 0.5, 3.0, 1 << 16)] {
+            let llama3 = json!({"rope_type": "llama3", "factor": factor, "low_freq_factor": low,
+                "high_freq_factor": high, "original_max_position_embeddings": original});
+            let [rope, back] = rope_and_back("llama", &llama3);
+            let near = |(a, b): (f32, f32)| (a - b).abs() <= 1e-6 * a;
+            assert!(frequencies(&rope).into_iter().zip(frequencies(&back)).all(near), "{llama3}");
+            assert_eq!(back.attention_factor(), 1.0);
+            assert_eq!(back == rope, factor == 8.0 && low == 1.0);
         }
     }
 

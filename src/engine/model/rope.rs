@@ -237,39 +237,43 @@ impl Rope {
     ) -> Result<[Self; 2], String> {
         let base = |(key, default)| base(&ConfigReader(config), key, default);
         let theta = [base(theta[0])?, base(theta[1])?];
-        let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
-        let Some((key, found)) = parameters(config)? else { return Ok(plain) };
-        let parse = |key: &str, found, theta| match Self::parse(found, theta, max_position) {
+        let (mut full, mut sliding) = (Map::new(), Map::new());
+        for (name, value) in object(config, "rope_parameters")?.into_iter().flatten() {
+            let found = match name.as_str() {
+                "full_attention" => &mut full,
+                "sliding_attention" => &mut sliding,
+                _ => {
+                    let message = "it must have `full_attention` and `sliding_attention`";
+                    return Err(format!("`rope_parameters` has `{name}`; {message}"));
+                }
+            };
+            match value {
+                Value::Null => {}
+                Value::Object(value) => found.clone_from(value),
+                other => return Err(format!("`rope_parameters.{name}` is {other}; it must be an object")),
+            }
+        }
+        let mut full_key = "rope_parameters.full_attention";
+        let sliding_key = "rope_parameters.sliding_attention";
+        // The older spelling extends full attention alone.
+        if let Some(scaling) = object(config, "rope_scaling")? {
+            full.extend(scaling.clone());
+            full_key = "rope_scaling";
+        }
+        let parse = |key: &str, found: &Map<String, Value>, theta| match Self::parse(found, theta, max_position) {
             Ok(Self { kind: RopeType::Yarn { truncate: false, .. }, .. }) => {
                 Err(format!("`{key}`: `truncate` is false, which transformers ignores for one type of layer"))
             }
             rope => rope.map_err(|error| format!("`{key}`: {error}")),
         };
-        if key == "rope_scaling" {
-            // The older spelling extends full attention alone.
-            let full = parse(key, found, theta[0])?;
-            let [_, sliding] = plain;
-            return Ok([full, sliding]);
+        let full = parse(full_key, &full, theta[0])?;
+        let sliding = parse(sliding_key, &sliding, theta[1])?;
+        if sliding.is_dynamic() {
+            let why = "layers with a window cannot have frequencies that depend on the length";
+            return Err(format!("`{sliding_key}`: {why}"));
         }
-        let mut ropes = plain;
-        for (name, value) in found {
-            let Some(index) = ["full_attention", "sliding_attention"].iter().position(|known| known == name) else {
-                return Err(format!("`{key}` has `{name}`; it must have `full_attention` and `sliding_attention`"));
-            };
-            match value {
-                Value::Null => {}
-                Value::Object(found) => {
-                    ropes[index] = parse(&format!("{key}.{name}"), found, theta[index])?;
-                    if name == "sliding_attention" && ropes[index].is_dynamic() {
-                        let why = "layers with a window cannot have frequencies that depend on the length";
-                        return Err(format!("`{key}.{name}`: {why}"));
-                    }
-                }
-                other => return Err(format!("`{key}.{name}` is {other}; it must be an object")),
-            }
-        }
-        Ok(ropes)
+        Ok([full, sliding])
     }
 
     fn refuse_partial(config: &Map<String, Value>) -> Result<(), String> {
@@ -430,11 +434,8 @@ pub(super) type Named<'a> = (&'static str, &'a Map<String, Value>);
 /// The object with the parameters and its key, in either spelling; the older one wins, as in transformers.
 pub(super) fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> {
     for key in ["rope_scaling", "rope_parameters"] {
-        match config.get(key) {
-            None | Some(Value::Null) => {}
-            Some(Value::Object(found)) if found.is_empty() => {}
-            Some(Value::Object(found)) => return Ok(Some((key, found))),
-            Some(other) => return Err(format!("`{key}` is {other}; it must be an object")),
+        if let Some(found) = object(config, key)? {
+            return Ok(Some((key, found)));
         }
     }
     Ok(None)
@@ -443,6 +444,15 @@ pub(super) fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>
 /// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an empty
 /// `rope_scaling` does not.
 pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Result<Map<String, Value>, String> {
+/// The object of a key, if it is not empty.
+fn object<'a>(config: &'a Map<String, Value>, key: &str) -> Result<Option<&'a Map<String, Value>>, String> {
+    match config.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Object(found)) => Ok(Some(found).filter(|found| !found.is_empty())),
+        Some(other) => Err(format!("`{key}` is {other}; it must be an object")),
+    }
+}
+
     let mut config = config.clone();
     if parameters(&config)?.is_none() && config.get("rope_parameters").is_none_or(Value::is_null) {
         config.insert("rope_parameters".into(), default);

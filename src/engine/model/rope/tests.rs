@@ -86,7 +86,11 @@ fn layers_of_two_types_have_their_own() {
         "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}});
     let older = json!({"rope_theta": 2e6, "rope_local_base_freq": 3e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
-    for config in [nested, older] {
+    // As in transformers, the older spelling adds to full attention's.
+    let both = json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}});
+    for config in [nested, older, both] {
         assert_eq!(read(config).unwrap(), [linear.clone(), plain(3e4)]);
     }
     let dynamic = json!({"rope_type": "dynamic", "factor": 2.0});

@@ -188,9 +188,7 @@ impl ScalingReader<'_> {
             Some(list) => list.iter().map(|factor| positive(key, factor)).collect(),
             None => Err(format!("`{key}` must be a list of numbers; `rope_type` `{}` needs it", self.name)),
         };
-        let stretch = self.keys.f64("factor", self.stretch())?;
-        let original = self.original as f64;
-        let suggested = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / original.ln()).sqrt() };
+        let suggested = longrope_attention_factor(self.keys.f64("factor", self.stretch())?, self.original);
         Ok(RopeType::LongRope {
             short_factor: factors("short_factor")?,
             long_factor: factors("long_factor")?,
@@ -423,6 +421,11 @@ impl Rope {
     }
 }
 
+/// `LongRoPE`'s usual factor of cosines and sines for a context `stretch` times as long as the original one.
+pub(super) fn longrope_attention_factor(stretch: f64, original: usize) -> f64 {
+    if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / (original as f64).ln()).sqrt() }
+}
+
 fn base(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64, String> {
     let theta = keys.f64(key, default)?;
     if theta.is_finite() && theta > 1.0 { Ok(theta) } else { Err(format!("`{key}` is {theta}; it must be above 1")) }
@@ -441,9 +444,6 @@ pub(super) fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>
     Ok(None)
 }
 
-/// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an empty
-/// `rope_scaling` does not.
-pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Result<Map<String, Value>, String> {
 /// The object of a key, if it is not empty.
 fn object<'a>(config: &'a Map<String, Value>, key: &str) -> Result<Option<&'a Map<String, Value>>, String> {
     match config.get(key) {
@@ -453,6 +453,9 @@ fn object<'a>(config: &'a Map<String, Value>, key: &str) -> Result<Option<&'a Ma
     }
 }
 
+/// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an empty
+/// `rope_scaling` does not.
+pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Result<Map<String, Value>, String> {
     let mut config = config.clone();
     if parameters(&config)?.is_none() && config.get("rope_parameters").is_none_or(Value::is_null) {
         config.insert("rope_parameters".into(), default);

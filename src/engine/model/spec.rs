@@ -289,9 +289,10 @@ impl ModelSpec {
         json["dtype"] = dtype.into();
         // Versions before 5 know neither `dtype` nor `rope_parameters`.
         json["torch_dtype"] = dtype.into();
-        let rope = json["rope_parameters"].clone();
+        let rope = &json["rope_parameters"];
+        let rope = rope.get("full_attention").unwrap_or(rope).clone();
         for key in ["rope_theta", "partial_rotary_factor"] {
-            if let Some(value) = rope.get("full_attention").unwrap_or(&rope).get(key) {
+            if let Some(value) = rope.get(key) {
                 json[key] = value.clone();
             }
         }

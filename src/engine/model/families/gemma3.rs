@@ -80,7 +80,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 
 fn write(spec: &ModelSpec) -> Value {
     let mut json = gemma2::write(spec);
-    llama::write_windows(spec, &mut json, Some(WINDOW_BASE));
+    llama::write_windows(spec, &mut json);
+    json[WINDOW_BASE] = json["rope_parameters"]["sliding_attention"]["rope_theta"].clone();
     json
 }
 

@@ -14,7 +14,7 @@ pub(super) static OLMO3: Family = Family {
     write: |spec| {
         let mut json = llama::write(spec);
         json["layer_types"] = llama::layer_types(spec);
-        llama::write_windows(spec, &mut json, None);
+        llama::write_windows(spec, &mut json);
         json
     },
     gguf: GgufFormat {

@@ -3,7 +3,7 @@
 
 use super::llama::{self, head_dim, only_silu, with_rope};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::rope::{ORIGINAL, Rope, RopeType};
+use crate::engine::model::rope::{ORIGINAL, RopeType, longrope_attention_factor};
 use crate::engine::model::spec::{DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp};
 use serde_json::{Map, Value, json};
 
@@ -107,14 +107,15 @@ fn write(spec: &ModelSpec) -> Value {
     let original = json["rope_parameters"][ORIGINAL].clone();
     json[ORIGINAL] = if original.is_null() { json["max_position_embeddings"].clone() } else { original };
     json["rope_parameters"][PARTIAL] = json!(spec.rotary_dim() as f64 / spec.head_dim as f64);
-    if let Some(Rope { kind: RopeType::LongRope { short_factor, long_factor, .. }, .. }) = &spec.rope {
-        // transformers before version 5 takes these keys only.
-        let scaling = json!({"type": "longrope", "short_factor": short_factor, "long_factor": long_factor});
-        let mut older = json.clone();
-        older["rope_theta"] = json["rope_parameters"]["rope_theta"].clone();
-        older["rope_scaling"] = scaling.clone();
-        if older.as_object().is_some_and(|keys| read(&ConfigReader(keys)).is_ok_and(|read| read.rope == spec.rope)) {
-            json["rope_scaling"] = scaling;
+    if let Some(RopeType::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings }) =
+        spec.rope.as_ref().map(|rope| &rope.kind)
+    {
+        let original = *original_max_position_embeddings;
+        let stretch = spec.max_position_embeddings as f64 / original as f64;
+        if *attention_factor == longrope_attention_factor(stretch, original) {
+            // transformers before version 5 takes these keys only.
+            json["rope_scaling"] =
+                json!({"type": "longrope", "short_factor": short_factor, "long_factor": long_factor});
         }
     }
     json

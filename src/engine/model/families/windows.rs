@@ -1,7 +1,6 @@
 //! Windows of attention in some layers, as Llama-like families' files have them.
 
 use crate::engine::model::family::ConfigReader;
-use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{ModelSpec, Sliding};
 use serde_json::{Value, json};
 
@@ -54,20 +53,11 @@ pub(super) fn check_alternation(spec: &ModelSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Writes windows, and rotary embeddings that differ between layers with and without one. transformers before version 5 has the base of
-/// layers with a window in `window_base`, or one base for all layers, and scales the others alone.
-pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value, window_base: Option<&str>) {
+/// Writes windows, and rotary embeddings that differ between layers with and without one.
+pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value) {
     let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) else { return };
     json["sliding_window"] = sliding.window.into();
     json["rope_parameters"] = json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
-    let mut base = full.theta;
-    if let Some(key) = window_base {
-        base = sliding.rope.theta;
-        json[key] = base.into();
-    }
-    if full.kind != RopeType::Default && sliding.rope == Rope::plain(base) {
-        json["rope_scaling"] = full.to_json();
-    }
 }
 
 pub(super) fn layer_types(spec: &ModelSpec) -> Value {

@@ -41,7 +41,8 @@ pub(super) fn head_dim(keys: &ConfigReader<'_>, spec: &ModelSpec, default: Optio
     let default = default.filter(|_| !is_null(keys, "head_dim"));
     let quotient = default.unwrap_or(width / heads).max(1);
     let head_dim = keys.positive_usize("head_dim", quotient)?;
-    if default.is_none() && head_dim == quotient && !width.is_multiple_of(heads) {
+    let given = keys.0.get("head_dim").is_some_and(|value| !value.is_null());
+    if !given && default.is_none() && !width.is_multiple_of(heads) {
         return Err(format!("`num_attention_heads` = {heads} does not divide `hidden_size` = {width}"));
     }
     if head_dim.is_multiple_of(2) {

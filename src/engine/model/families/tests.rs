@@ -289,6 +289,19 @@ fn heads_that_are_null_follow_from_the_other_sizes_as_in_transformers() {
 }
 
 #[test]
+fn a_given_size_of_a_head_may_be_any() {
+    let mut config =
+        json!({"model_type": "mistral", "hidden_size": 20, "num_attention_heads": 3, "num_key_value_heads": 3});
+    for head_dim in [4, 6, 8] {
+        config["head_dim"] = head_dim.into();
+        assert_eq!(read(&config).head_dim, head_dim);
+    }
+    config["head_dim"] = Value::Null;
+    let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
+    assert!(error.contains("`num_attention_heads` = 3 does not divide `hidden_size` = 20"), "{error}");
+}
+
+#[test]
 fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
     for model_type in ["llama", "qwen2", "ministral3"] {
         let mut rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});

@@ -260,15 +260,16 @@ impl ModelSpec {
         Self::from_config(&json).map_err(fail)
     }
 
-    /// Like [`Self::from_json`], from a parsed `config.json`. Reads the text part of a model of images and text.
+    /// Like [`Self::from_json`], from a parsed `config.json`. Reads the text part of a model of images and text, whose outer keys
+    /// have precedence, as in transformers.
     pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
         let Some(text) = json.get("text_config").and_then(Value::as_object) else {
             return families::read(&ConfigReader(json));
         };
         let mut text = text.clone();
         for key in ["tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"] {
-            if let Some(value) = json.get(key) {
-                text.entry(key).or_insert_with(|| value.clone());
+            if let Some(value) = json.get(key).filter(|value| !value.is_null()) {
+                text.insert(key.to_owned(), value.clone());
             }
         }
         families::read(&ConfigReader(&text))

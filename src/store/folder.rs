@@ -7,6 +7,7 @@ use crate::store::mxfp4;
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -42,8 +43,10 @@ impl ModelFolder {
         let tensor_index = tensor_index(&files, &spec)?;
         let mut folder = Self { path, spec, files, tensor_index };
         folder.resolve_tied_head();
-        folder.check_parameters()?;
-        Ok(folder)
+        let Err(error) = folder.check_parameters() else { return Ok(folder) };
+        let Some(method) = folder.quantization() else { return Err(error) };
+        let supported = "use the model with weights in 16 or 32 bits, or as a GGUF file";
+        Err(folder.error(format!("its weights are quantized by `{method}`, which is not supported; {supported}")))
     }
 
     /// The shape in the folder's configuration; the weights may be missing.
@@ -135,6 +138,14 @@ impl ModelFolder {
         } else {
             self.tensor_index.remove(HEAD);
         }
+    }
+
+    /// The quantization method of the weights, if it is not MXFP4. Such weights have different tensors.
+    fn quantization(&self) -> Option<String> {
+        let text = read_at_most(&self.path.join(CONFIG), MAX_SMALL_FILE).ok()?;
+        let config: Value = serde_json::from_slice(&text).ok()?;
+        let method = config["quantization_config"]["quant_method"].as_str()?;
+        Some(method.to_owned()).filter(|method| method != "mxfp4")
     }
 
     fn check_parameters(&self) -> Result<()> {
@@ -370,6 +381,20 @@ mod tests {
         assert_reads(&folder(&separate, &stored), &stored);
         stored.pop();
         assert!(refused(&folder(&separate, &stored)).contains("`lm_head.weight` of shape [11, 4] is missing"));
+    }
+
+    #[test]
+    fn the_method_of_quantized_weights_is_named() {
+        let mut stored = tensors(&spec());
+        let folder = folder(&spec(), &stored);
+        let mut config = spec().config();
+        config["quantization_config"] = serde_json::json!({"quant_method": "bitsandbytes"});
+        std::fs::write(folder.path().join(CONFIG), config.to_string()).unwrap();
+        // A merged model may have kept the key.
+        assert_reads(&folder, &stored);
+        stored.pop();
+        save(&folder, SINGLE_FILE, &stored);
+        assert!(refused(&folder).contains("its weights are quantized by `bitsandbytes`"), "{}", refused(&folder));
     }
 
     #[test]

@@ -35,10 +35,8 @@ pub struct Dataset {
     pub train: TokenSource,
     /// Validation tokens; no token is in both.
     pub validation: TokenSource,
-    /// Average bytes of text per training token in the loss; converts nats per token to bits per byte.
-    pub bytes_per_token: f64,
-    /// Average bytes of text per validation token. For a held-out tail it is exact if tokens are bytes, as in
-    /// byte-level BPE; otherwise it is the average of the whole text.
+    /// Average bytes of text per validation token; converts nats per token to bits per byte. For a held-out tail it is exact if
+    /// tokens are bytes, as in byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
     /// The rows of the training data and of the validation data as JSON, each before the split and only if
     /// [`DatasetOptions::keeps_rows`]; a sequence has the number of its row.
@@ -134,7 +132,6 @@ impl<'a> DatasetBuilder<'a> {
         tokenizer: &Tokenizer,
     ) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
-        let bytes_per_token = corpus.bytes_per_token;
         let mut keys = corpus.key;
         let (train, validation, validation_bytes_per_token, rows) = if let Some(validation) = validation {
             let validation = self.corpus(validation, tokenizer)?;
@@ -142,7 +139,7 @@ impl<'a> DatasetBuilder<'a> {
             (corpus.tokens, validation.tokens, validation.bytes_per_token, [corpus.rows, validation.rows])
         } else {
             let (train, tail) = corpus.tokens.hold_out(self.held_out);
-            let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
+            let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(corpus.bytes_per_token);
             (train, tail, bytes, [corpus.rows.clone(), corpus.rows])
         };
         let entropy_per_token =
@@ -150,7 +147,6 @@ impl<'a> DatasetBuilder<'a> {
         Ok(Dataset {
             train,
             validation,
-            bytes_per_token,
             validation_bytes_per_token,
             rows,
             entropy_per_token,
@@ -347,7 +343,6 @@ mod tests {
         let set = DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();
         assert_eq!((set.train.len(), set.validation.len()), (900, 100));
         assert_eq!(set.validation_bytes_per_token, 4.0);
-        assert_eq!(set.bytes_per_token, 1.3);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
     }

@@ -177,7 +177,7 @@ impl Newest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{Started, StepRecord, VERSION, Validation};
+    use crate::telemetry::{Finished, Started, StepRecord, VERSION, Validation};
 
     fn ask(address: SocketAddr, request: &str) -> String {
         let mut client = TcpStream::connect(address).unwrap();
@@ -204,11 +204,13 @@ mod tests {
             (1000, Event::Started(Box::new(started))),
             (2500, Event::Step(Box::new(step))),
             (2600, Event::Eval(Validation { step: 7, loss: 1.5, ..Validation::default() })),
+            (2700, Event::Finished(Finished { step: 7, ..Finished::default() })),
         ] {
             server.write(&Record { v: VERSION, t, s: 0.0, event }).unwrap();
         }
         let text = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
         for line in [
+            "finetune_running{run=\"a\\\"b\"} 0\n",
             "finetune_step{run=\"a\\\"b\"} 7\n",
             "finetune_total_steps{run=\"a\\\"b\"} 600\n",
             "finetune_loss{run=\"a\\\"b\"} NaN\n",

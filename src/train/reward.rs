@@ -391,13 +391,28 @@ mod tests {
         Reward::new("sh", Some(&folder.path().join("gone"))).unwrap().check().unwrap();
     }
 
-    /// The first line is refused once.
+    /// Each line is refused once.
     #[test]
     fn a_program_that_ends_once_is_started_again() {
         let folder = tempfile::tempdir().unwrap();
         let mark = folder.path().join("mark");
-        let body = format!("if [ ! -e {0} ]; then touch {0}; exit 1; fi; echo 7", mark.display());
+        let body = format!(
+            "case $line in *bad*) m={0}1;; *) m={0}2;; esac; if [ ! -e $m ]; then touch $m; exit 1; fi; echo 7",
+            mark.display()
+        );
         let command = script(folder.path(), &body);
-        assert_eq!(score(&command, &["a", "b"], OnRewardError::Stop).unwrap(), [Some(7.0), Some(7.0)]);
+        assert_eq!(score(&command, &["a", "bad"], OnRewardError::Stop).unwrap(), [Some(7.0), Some(7.0)]);
+    }
+
+    /// A line that nothing was asked for would be the next completion's reward.
+    #[test]
+    fn a_program_that_writes_too_much_is_started_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut reward = Reward::new(&script(folder.path(), "printf '1\\n2\\n'"), None).unwrap();
+        for _ in 0..2 {
+            let found = reward.score(&[answered("a")], Duration::from_secs(9), OnRewardError::Stop);
+            assert_eq!(found.unwrap(), [Some(1.0)]);
+            thread::sleep(Duration::from_millis(50));
+        }
     }
 }

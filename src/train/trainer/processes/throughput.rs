@@ -64,3 +64,25 @@ impl ThroughputMeter {
         Some(Throughput { step, processes: ranks.iter().enumerate().map(rate).collect(), stragglers })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::collective::SingleProcess;
+
+    #[test]
+    fn speed_waits_and_stragglers_are_those_since_the_last_event() {
+        let mut meter = ThroughputMeter::default();
+        for step in 1..=2 * STEPS {
+            // Exchanges are counted from the start of the run.
+            let timing = |compute, waits| RankTiming { compute, comm: 100.0 + waits * step as f64, micro_batches: 1 };
+            let found = meter.add(&SingleProcess, step, 40, &[timing(1.0, 1.0), timing(2.0, 3.0)]);
+            assert_eq!(found.is_some(), step.is_multiple_of(STEPS));
+            let Some(Throughput { processes, stragglers, .. }) = found else { continue };
+            assert_eq!(stragglers, ["process 1"]);
+            let [fast, slow] = &processes[..] else { panic!("{processes:?}") };
+            assert_eq!([fast.tokens_per_s, slow.tokens_per_s], [20.0, 10.0]);
+            assert!((slow.comm_fraction / fast.comm_fraction - 3.0).abs() < 1e-9);
+        }
+    }
+}

@@ -551,13 +551,16 @@ mod tests {
         let mut config = Config::default();
         let spec = ModelSpec::named("tiny").unwrap();
         config.train.batch_size = 4;
-        config.train.grad_accum = 1;
+        config.train.grad_accum = 3;
         config.train.seq_len = 1024;
         let available = limit(&spec, 0).required_bytes(&config, 1, config.train.recompute).unwrap();
-        let batch_of = |config: &Config| limit(&spec, available).fitted(config).unwrap().0.train.batch_size;
-        assert_eq!(batch_of(&config), 1);
+        let batch_of = |config: &Config| {
+            let train = limit(&spec, available).fitted(config).unwrap().0.train;
+            [train.batch_size, train.grad_accum]
+        };
+        assert_eq!(batch_of(&config), [1, 12]);
         config.objective.kind = ObjectiveKind::Kto;
-        assert_ne!(batch_of(&config), 1);
+        assert_ne!(batch_of(&config)[0], 1);
     }
 
     /// A GPU has no shard if tensors go through host memory.
@@ -591,7 +594,10 @@ mod tests {
         assert_eq!(dense, 4 * whole.parameter_count());
         let mut quantized = spec.clone();
         let matrices = spec.frozen_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+        let elements: u64 = matrices.clone().map(|entry| entry.shape.iter().product::<usize>() as u64).sum();
         quantized.quantized = matrices.map(|entry| (entry.name, GgmlDType::Q8_0)).collect();
+        let weights = |spec| inputs(spec, [1, 16, 1]).step().unwrap().weights;
+        assert_eq!(weights(&spec) - weights(&quantized), 2 * elements - 34 * elements / 32);
         let in_blocks = FrozenBytes::new(&quantized, PrecisionPolicy::FP32, 16);
         let saved = probe(&spec, PrecisionPolicy::BF16) - probe(&quantized, PrecisionPolicy::BF16);
         assert_eq!(saved, dense - in_blocks.dense - in_blocks.buffer);

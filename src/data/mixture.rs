@@ -229,6 +229,8 @@ mod tests {
     fn every_set_has_its_share_of_the_tokens() {
         for share in [0.5, 0.9] {
             let mut loader = BatchLoader::from_index(mixed([share, 1.0 - share]), 8, 3).unwrap();
+            let expected = 440.0 / (share / 24.0 + (1.0 - share) / 8.0);
+            assert!((loader.tokens_per_epoch() as f64 - expected).abs() <= 1.0, "{expected}");
             let rows = ids(&mut loader, 550).concat();
             let first = rows.iter().filter(|id| **id < 1000).count();
             let tokens = [24 * first, 8 * (rows.len() - first)].map(|tokens| tokens as f64);

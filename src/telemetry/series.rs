@@ -336,6 +336,7 @@ mod tests {
         }
         assert!(stairs.points().len() <= 64);
         assert!(stairs.points().windows(2).all(|pair| pair[0].step < pair[1].step));
+        assert!(stairs.points().iter().any(|point| point.value == 30.0));
         let mut held = StepSeries::new(64);
         (0..1000).for_each(|step| held.push(step, 0.0, 16.0));
         assert_eq!(held.points().len(), 1);

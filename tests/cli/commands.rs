@@ -87,11 +87,13 @@ fn a_run_with_another_batch_size_reads_the_rest_of_its_epochs() {
     let fixture = CliFixture::new();
     let row = |i: usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", "p".repeat(i % 3), i * i % 1013);
     fixture.write("text.txt", (0..60).map(row).collect::<String>());
-    fixture.said(&training("r", "--format jsonl --epochs 1 --save-every 9 --keep-last 9"));
+    fixture.said(&training("r", "--format jsonl --epochs 1 --save-every 3 --keep-last 9"));
     let last = || fixture.steps("r").pop().unwrap();
     let (whole, tokens) = (last().step, last().tokens);
-    fixture.said("--resume checkpoints/r/step-000009 --batch-size 4 --plain");
-    assert_eq!((last().step, last().epoch, last().tokens), (9 + (whole - 9).div_ceil(2), 1.0, tokens));
+    for resume in ["step-000009 --batch-size 4", "step-000012"] {
+        fixture.said(&format!("--resume checkpoints/r/{resume} --plain"));
+        assert_eq!((last().step, last().epoch, last().tokens), (9 + (whole - 9).div_ceil(2), 1.0, tokens));
+    }
     let first = last().step;
     for epochs in 2..=3 {
         fixture.said(&format!("--resume checkpoints/r --epochs {epochs} --plain"));

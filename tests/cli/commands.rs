@@ -319,6 +319,7 @@ fn a_run_whose_last_validation_is_not_finite_fails() {
     let (code, _, err) = fixture.output(&training("r", "--dtype fp16 --lr 10 --steps 3 --set schedule.kind=constant"));
     assert_eq!((code, fixture.steps("r").len()), (Some(3), 3), "{err}");
     assert!(err.contains("the validation loss is NaN") && err.contains("lower the learning rate"), "{err}");
+    assert!(!fixture.said("checkpoint show r").contains("best"), "NaN is not the best loss");
     // Regression: a resumed run trained on after it had stopped at such a loss.
     let stops = "--dtype fp16 --lr 10 --steps 20 --eval-every 1 --early-stopping 1 --set schedule.kind=constant";
     fixture.output(&training("early", stops));

@@ -206,6 +206,7 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
     let (code, _, complaint) = fixture.output(&line);
     assert_eq!(code, Some(3), "{complaint}");
     assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale 2^"), "{complaint}");
+    assert_eq!(fixture.steps("r").last().unwrap().tokens, 2 * 2 * 8, "tokens of skipped steps count");
     // Regression: resuming it ended with the code of success.
     let (code, _, again) = fixture.output("--resume r --plain");
     assert!(code == Some(3) && again.contains("nothing is left to do") && again.contains("all 2 steps"), "{again}");
@@ -213,6 +214,20 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
     let scale = complaint.split("--init-scale ").nth(1).unwrap().split('`').next().unwrap();
     fixture.said(&line.replace("1e30", scale).replace("--run r", "--run again"));
     assert!(fixture.steps("again").iter().all(|step| step.outcome == StepStatus::Applied));
+}
+
+#[test]
+fn a_run_whose_gradients_overflow_at_the_lowest_scale_ends() {
+    let fixture = CliFixture::new();
+    let scaler = "--init-scale 1e30 --set scaler.min_scale=1e30 --set scaler.max_overflows_at_min_scale=3";
+    let (code, _, err) = fixture.output(&training("r", &format!("--data text.txt --steps 9 {scaler}")));
+    assert_eq!((code, fixture.steps("r").len()), (Some(3), 3), "{err}");
+    for part in [
+        "3 consecutive steps overflowed at scale 1e30: the loss is finite, but `ln_f",
+        " tensors in total (first in the ",
+    ] {
+        assert!(err.contains(part), "{part}: {err}");
+    }
 }
 
 #[test]

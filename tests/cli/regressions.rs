@@ -439,17 +439,26 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     let script = fixture.path("notify.sh");
     fs::write(&script, "#!/bin/sh\necho \"$1|$2|$3|$4\" >> told\n").unwrap();
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
-    let mut command = fixture.command(&training("r", "--data text.txt --steps 2"));
-    assert!(command.args(["--notify", "./notify.sh $HOME"]).status().unwrap().success());
-    let told = || fs::read_to_string(fixture.path("told")).unwrap_or_default();
-    let began = Instant::now();
-    while told().lines().count() < 2 && began.elapsed() < Duration::from_secs(10) {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let mut told: Vec<String> = told().lines().map(str::to_owned).collect();
-    told.sort();
-    assert!(told[0].starts_with("$HOME|best|r|validation loss "), "no shell looks at the words: {told:?}");
-    assert!(told[1].starts_with("$HOME|finished|r|step 2, loss ") && told[1].ends_with(", done"), "{told:?}");
+    // The sorted events after a training.
+    let told = |line: &str, count: usize| {
+        launch::succeed(fixture.command(line).args(["--notify", "./notify.sh $HOME"]));
+        let began = Instant::now();
+        loop {
+            let mut told: Vec<String> =
+                fs::read_to_string(fixture.path("told")).unwrap_or_default().lines().map(str::to_owned).collect();
+            if told.len() >= count || began.elapsed() > Duration::from_secs(10) {
+                told.sort();
+                return told;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let lines = told(&training("r", "--data text.txt --steps 2"), 2);
+    assert!(lines[0].starts_with("$HOME|best|r|validation loss "), "no shell looks at the words: {lines:?}");
+    assert!(lines[1].starts_with("$HOME|finished|r|step 2, loss ") && lines[1].ends_with(", done"), "{lines:?}");
+    // At this rate the loss rises, so the best one is that before the resume.
+    let lines = told("--resume r --steps 3 --lr 10 --plain", 3);
+    assert!(lines[1].starts_with("$HOME|finished|r|step 2,") && lines[2].contains("|step 3,"), "{lines:?}");
 }
 
 /// Each process of a notifier that hangs would stay; training continues, and reports the program's fault.

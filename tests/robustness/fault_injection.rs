@@ -4,6 +4,7 @@
 //! kills the process before it. A process to kill is this test program again, started for [`child`] alone.
 
 use crate::common::checkpoint::{Dice, Sample, folder, names};
+use crate::common::compare::skip;
 use crate::common::launch;
 use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{
@@ -15,7 +16,7 @@ use std::fs;
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tempfile::TempDir;
@@ -90,10 +91,42 @@ fn child() {
 }
 
 fn start_child(path: &Path, variables: &[(&str, u64)]) -> Child {
-    let mut command = launch::command(std::env::current_exe().unwrap());
+    start_child_with(launch::command(std::env::current_exe().unwrap()), path, variables).unwrap()
+}
+
+/// Starts [`child`] with `command`, whose last word is this program.
+fn start_child_with(mut command: Command, path: &Path, variables: &[(&str, u64)]) -> io::Result<Child> {
     command.args(["--exact", "fault_injection::child", "--ignored", "--nocapture"]).env("FAULTS_RUN", path);
     command.envs(variables.iter().map(|(name, value)| (name, value.to_string())));
-    command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
+    command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
+}
+
+/// After a power failure only synced data is left: a file's contents are synced before it gets its name, and its folder after it.
+#[test]
+fn a_named_file_is_on_the_medium() {
+    let (_folder, path) = with_run();
+    let trace = path.with_file_name("trace");
+    let mut strace = launch::command("strace");
+    strace.args(["-f", "-y", "-qq", "-e", "signal=none", "-e", "trace=fsync,?rename,?renameat,?renameat2", "-o"]);
+    strace.arg(&trace).arg(std::env::current_exe().unwrap());
+    let traced = start_child_with(strace, &path, &[("FAULTS_STEP", 3)]).and_then(|mut child| child.wait());
+    if !traced.is_ok_and(|status| status.success()) {
+        return skip("strace", "`strace` is missing, or may not trace");
+    }
+    let call = |line: &str| {
+        let place = if line.contains(" fsync(") { line.split(['<', '>']).nth(1) } else { line.rsplit('"').nth(1) };
+        let name = Path::new(place.unwrap()).strip_prefix(&path).unwrap().display().to_string();
+        if line.contains(" fsync(") { format!("sync `{name}`") } else { format!("name `{name}`") }
+    };
+    let calls: Vec<String> = fs::read_to_string(trace).unwrap().lines().map(call).collect();
+    let named = calls.iter().position(|call| call == "name `step-000003`").unwrap();
+    let (before, after) = calls.split_at(named);
+    let unnamed = ".step-000003.tmp";
+    for file in names(path.join("step-000003")) {
+        assert!(before.contains(&format!("sync `{unnamed}/{file}`")), "{file}: {calls:?}");
+    }
+    assert_eq!(before.last(), Some(&format!("sync `{unnamed}`")), "{calls:?}");
+    assert_eq!(after[1..5], ["sync ``", "sync `.latest.tmp`", "name `latest`", "sync ``"], "{calls:?}");
 }
 
 /// Kills a save of `step` before each of its operations in turn; returns how many there are.

@@ -309,7 +309,11 @@ fn ten_dpo_steps_agree_with_trl() {
 #[test]
 fn a_run_survives_a_reward_program_that_fails() {
     let desk = CliFixture::empty();
-    desk.write("score.sh", "while read -r line; do if [ -e broken ]; then echo oops; else echo 1; fi; done");
+    // It fails after the step whose number is in a file.
+    let program = r#"while read -r line; do
+        if [ -e broken ] && grep -q "\"step\":$(cat broken)," checkpoints/sums/rollouts.jsonl; then echo oops; else echo 1; fi
+    done"#;
+    desk.write("score.sh", program);
     let base = "--data sums --objective grpo --num-generations 2 --max-completion-length 3 --batch-size 2 --seq-len 32 \
                 --steps 4 --set train.sample_tokens=0 --set train.eval_batches=1 --plain --run sums";
     let with = |more: &str| {
@@ -321,11 +325,17 @@ fn a_run_survives_a_reward_program_that_fails() {
     assert_eq!(shown.lines().count(), 4 * 2 * 2);
     assert!(shown.lines().all(|line| line.contains("\"reward\":1.0,\"advantage\":0.0")), "{shown}");
     assert!(desk.steps("sums").iter().all(|step| step.objective.unwrap().get(ObjectiveMetric::Reward) == Some(1.0)));
-    desk.write("broken", "");
-    let (code, _, err) = desk.output("--resume sums --steps 6 --plain");
-    assert_eq!(code, Some(2), "{err}");
-    let message = "the reward program `sh score.sh`: it wrote `oops`, neither a finite number nor `none`, twice, for completion 1 of 4";
-    assert!(err.contains(message) && err.contains("objective.on_reward_error=drop"), "{err}");
+    // During the second step, and during the last evaluation.
+    for (step, completions) in [("5", 4), ("6", 2)] {
+        desk.write("broken", step);
+        let (code, _, err) = desk.output("--resume sums --steps 6 --plain");
+        assert_eq!(code, Some(2), "{err}");
+        let message = format!(
+            "the reward program `sh score.sh`: it wrote `oops`, neither a finite number nor `none`, twice, for completion 1 of {completions}"
+        );
+        assert!(err.contains(&message) && err.contains("objective.on_reward_error=drop"), "{err}");
+        assert!(desk.newest("sums").ends_with(format!("step-00000{step}")));
+    }
     fs::remove_file(desk.path("broken")).unwrap();
     desk.said("--resume sums --steps 6 --plain");
     fs::create_dir(desk.path("elsewhere")).unwrap();

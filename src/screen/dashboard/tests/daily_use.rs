@@ -84,6 +84,9 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
     let (best, at) = run.best_validation().unwrap();
     assert!(at <= 1000 && best.is_finite());
     assert!(picture(&view, FULL).contains(&format!("(best {best:.3} @ {at})")), "{}", picture(&view, FULL));
+    let reason = telemetry::FinishReason::EarlyStopped;
+    view.receive(record(Event::Finished(telemetry::Finished { reason, step: 1001, ..Default::default() })));
+    assert!(picture(&view, FULL).contains("ETA --:--:--"), "{}", picture(&view, FULL));
 }
 
 #[test]

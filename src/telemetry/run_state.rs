@@ -409,7 +409,8 @@ fn retries(started: &Started) -> bool {
 mod tests {
     use super::*;
     use crate::telemetry::{
-        FlushedTensor, Overflow, SampleText, ScaleCause, ScaleUpdate, StepStatus, TensorRecord, VERSION, Validation,
+        FlushedTensor, GradVariance, Overflow, SampleText, ScaleCause, ScaleUpdate, StepStatus, TensorRecord,
+        UnderflowOnset, VERSION, Validation,
     };
 
     fn record(s: f64, event: Event) -> Record {
@@ -484,6 +485,10 @@ mod tests {
         let state = fold(resumed());
         assert_eq!(state.best_validation(), Some((3.0, 10)));
         assert_eq!(state.last_validation(), Some(3.1));
+        let figures = state.figures();
+        assert_eq!(figures.validation, Some((3.1, 3.0)));
+        // Steps 10 to 20 without the skipped one.
+        assert!(figures.best_loss.is_some_and(|best| (best - 3.245).abs() < 1e-6), "{:?}", figures.best_loss);
         // Also if the log lacks the checkpoint's event.
         let without = resumed().into_iter().filter(|event| !matches!(event, Event::CheckpointSaved(_)));
         assert_eq!(fold(without).best_validation(), Some((3.0, 10)));
@@ -531,7 +536,7 @@ mod tests {
 
     /// The history of a run that was resumed showed the probe of a step that the run then repeated.
     #[test]
-    fn probes_of_repeated_steps_are_void() {
+    fn measurements_of_repeated_steps_are_void() {
         let tensors = vec![FlushedTensor { name: "wte.weight".into(), count: 9, nonzero: 8, flushed: 1 }];
         let probe =
             |step| Event::Fp32Probe(Box::new(Fp32Probe { step, tensors: tensors.clone(), ..Fp32Probe::default() }));
@@ -541,6 +546,65 @@ mod tests {
         };
         assert_eq!([20, 21].map(probed), [Some((20, (1, 8))), None]);
         assert_eq!(fold([started(None), probe(21), started(Some(20))]).tensors.rows[0].flushed, None);
+        let measured = |at| {
+            let mut counted = step(at, 1.0, StepStatus::Applied);
+            if let Event::Step(record) = &mut counted {
+                record.grads.exponents = vec![(0, 1)];
+                record.lost_updates = Some(UpdateCounts::default());
+            }
+            let state = fold([
+                started(None),
+                counted,
+                Event::Sample(SampleText { step: at, ..SampleText::default() }),
+                Event::Overflow(Overflow { step: at, ..Overflow::default() }),
+                Event::UnderflowOnset(UnderflowOnset { step: at, tensors: vec!["wte.weight".into()] }),
+                Event::GradVariance(GradVariance { step: at, layers: [("h.0".into(), 1.0)].into() }),
+                started(Some(20)),
+                started(Some(20)),
+            ]);
+            assert_eq!(state.configs.iter().map(|(from, _)| *from).collect::<Vec<_>>(), [0, 20]);
+            let Tensors { underflow_onsets, variances, .. } = &state.tensors;
+            [
+                usize::from(state.grads.is_some()),
+                usize::from(state.lost_updates.is_some()),
+                state.samples.len(),
+                state.overflows.len(),
+                underflow_onsets.len(),
+                variances.values().map(|(_, history)| history.buckets().len()).sum(),
+            ]
+        };
+        assert_eq!([20, 21].map(measured), [[1; 6], [0; 6]]);
+    }
+
+    #[test]
+    fn the_last_scale_and_the_peak_of_memory_are_those_at_the_end() {
+        let mut skipped = step(1, 1.0, StepStatus::Skipped);
+        if let Event::Step(record) = &mut skipped {
+            (record.rss_bytes, record.peak_rss_bytes) = (Some(5), Some(7));
+        }
+        let figures = |events: &[Event]| fold(events.iter().cloned()).figures();
+        assert_eq!(figures(&[skipped.clone()]).scale, Some((1024.0, 512.0)));
+        assert_eq!(figures(&[skipped.clone()]).peak_rss, Some(7));
+        let finished = Event::Finished(Finished { peak_rss_bytes: Some(9), ..Finished::default() });
+        assert_eq!(figures(&[skipped, finished]).peak_rss, Some(9));
+    }
+
+    #[test]
+    fn a_pause_and_a_restart_are_no_slow_steps() {
+        let started =
+            |resumed_from| Event::Started(Box::new(Started { total_steps: 13, resumed_from, ..Started::default() }));
+        let timed = |at| {
+            let mut event = step(at, 1.0, StepStatus::Applied);
+            if let Event::Step(record) = &mut event {
+                record.cpu_seconds = Some(2.0 * at as f64);
+            }
+            event
+        };
+        let begun = || [started(None), timed(1), timed(2)];
+        assert_eq!(fold(begun()).cpu_percent, Some(200.0));
+        for stop in [[Event::Paused { step: 2 }, Event::Resumed { step: 2 }], [started(Some(2)), started(Some(2))]] {
+            assert_eq!(fold(begun().into_iter().chain(stop).chain([timed(3)])).remaining(), Some(10.0));
+        }
     }
 
     /// The question before discarding a run counts the steps after it.

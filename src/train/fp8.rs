@@ -228,6 +228,11 @@ mod tests {
         assert_eq!(resumed(true, 2.0)(30e-6), Some(false));
         assert_eq!(resumed(false, 2.0)(1.1e-6), None, "it enters at the lower threshold alone");
         assert_eq!(resumed(false, 2.0)(1e-9), Some(true));
+        let config = Fp8Config { enter_variance: Some(1e-6), ..Fp8Config::default() };
+        let mut block = Fp8Block::new(1, &config, &[]);
+        block.state.amax[0].push(1.0, 16);
+        assert_eq!(block.switch(&config, 1e-9), Some(true));
+        assert_eq!(block.state.amax[0], AmaxHistory::default(), "a history from before is too old");
     }
 
     #[test]

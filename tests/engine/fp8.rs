@@ -134,7 +134,7 @@ fn the_state_of_another_block_is_discarded() {
     assert_ne!(fresh[0].amax, states[0].amax);
 }
 
-/// Each block has its own maxima and its own decisions, also in several processes and through a resume.
+/// Each block has its own maxima and its own decisions, also through a resume.
 #[test]
 fn several_blocks_are_in_fp8_and_each_switches_by_itself() {
     let several = |blocks: &str| Fp8Config { block: Some(blocks.parse().unwrap()), ..Fp8Config::default() };

@@ -90,9 +90,12 @@ fn a_run_with_another_batch_size_reads_the_rest_of_its_epochs() {
     fixture.said(&training("r", "--format jsonl --epochs 1 --save-every 3 --keep-last 9"));
     let last = || fixture.steps("r").pop().unwrap();
     let (whole, tokens) = (last().step, last().tokens);
+    assert_eq!(fixture.steps("r")[0].epoch, 1.0 / whole as f64);
     for resume in ["step-000009 --batch-size 4", "step-000012"] {
         fixture.said(&format!("--resume checkpoints/r/{resume} --plain"));
         assert_eq!((last().step, last().epoch, last().tokens), (9 + (whole - 9).div_ceil(2), 1.0, tokens));
+        let rates: Vec<f64> = fixture.steps("r").iter().rev().take(2).map(|step| step.lr).collect();
+        assert!(rates[0] < rates[1], "the schedule ends with the run: {rates:?}");
     }
     let first = last().step;
     for epochs in 2..=3 {
@@ -105,17 +108,17 @@ fn a_run_with_another_batch_size_reads_the_rest_of_its_epochs() {
 #[test]
 fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let fixture = CliFixture::new();
-    let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=2 --set checkpoint.keep_best=false";
+    let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=3 --set checkpoint.keep_best=false";
     fixture.said(&training("r", &format!("--steps 9 --save-every 4 {weights}")));
     let run = fixture.path("checkpoints/r");
     let folders = || names(run.clone()).into_iter().filter(|name| name.contains("-0000")).collect::<Vec<_>>();
-    assert_eq!(folders(), ["step-000008", "step-000009", "weights-000006", "weights-000008"]);
+    assert_eq!(folders(), ["step-000008", "step-000009", "weights-000004", "weights-000006", "weights-000008"]);
     assert_eq!(
         names(run.join("weights-000008")),
         ["config.json", "manifest.json", "model.safetensors", "tokenizer.json"]
     );
     let listing = fixture.said("checkpoint list checkpoints/r");
-    assert_eq!(listing.lines().filter(|line| line.contains("weights-")).count(), 2, "{listing}");
+    assert_eq!(listing.lines().filter(|line| line.contains("weights-")).count(), 3, "{listing}");
     assert_eq!(fs::read_to_string(run.join("latest")).unwrap(), "step-000009\n");
     for name in ["step-000008", "weights-000008"] {
         let model = |name: &str| fs::read(run.join(name).join("model.safetensors")).unwrap();
@@ -124,7 +127,10 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
 
     // The newest checkpoint has only weights: it can be used, but not resumed.
     fixture.said(&format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
-    assert_eq!(folders(), ["step-000009", "step-000012", "weights-000008", "weights-000010"]);
+    assert_eq!(folders(), ["step-000009", "step-000012", "weights-000006", "weights-000008", "weights-000010"]);
+    // Only the end of a run was evaluated.
+    let evaluated = list(&run).unwrap().into_iter().map(|one| (one.step, one.validation_loss().is_some()));
+    assert_eq!(evaluated.collect::<Vec<_>>(), [(6, false), (8, false), (9, true), (10, false), (12, true)]);
     fs::remove_dir_all(run.join("step-000012")).unwrap();
     assert_eq!(list(&run).unwrap().last().unwrap().kind, CheckpointKind::Weights);
     fixture.said("--resume --steps 12 --plain");

@@ -422,7 +422,7 @@ fn a_model_that_cannot_sample_has_diverged() {
 fn a_sampled_completion_ends_at_a_token_that_ends_a_text_in_the_generation_config() {
     let desk = CliFixture::empty();
     desk.model("model", |_| {});
-    let line = "--model model --data sums --objective grpo --reward exact --num-generations 2 --max-completion-length 3 \
+    let line = "--model model --data sums --objective grpo --reward length:1 --num-generations 2 --max-completion-length 3 \
                 --batch-size 2 --seq-len 40 --steps 1 --set train.sample_tokens=0 --set train.eval_batches=1 --plain";
     let longest = |run: &str| {
         desk.said(&format!("{line} --run {run}"));
@@ -433,6 +433,8 @@ fn a_sampled_completion_ends_at_a_token_that_ends_a_text_in_the_generation_confi
     assert!(longest("before") >= 2);
     desk.write("model/generation_config.json", json!({"eos_token_id": (0..257).collect::<Vec<u32>>()}).to_string());
     assert_eq!(longest("after"), 0);
+    let rollouts = fs::read_to_string(desk.run("after").join("rollouts.jsonl")).unwrap();
+    assert!(rollouts.lines().all(|line| line.contains("\"reward\":0.0")), "the end adds no length: {rollouts}");
 }
 
 #[test]

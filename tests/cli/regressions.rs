@@ -371,27 +371,27 @@ fn a_wide_name_keeps_the_columns_of_the_list() {
 fn n11_runs_are_listed_and_deleted_after_a_question() {
     let fixture = CliFixture::new();
     fixture.said(&training("first", "--data text.txt --steps 2"));
-    fixture.said(&training("second", "--data text.txt --steps 3 --dtype bf16"));
+    fixture.said(&training("again", "--data text.txt --steps 3 --dtype bf16"));
     let listed = fixture.said("runs");
     let rows: Vec<Vec<&str>> =
         listed.lines().map(|line| line.split("  ").filter(|cell| !cell.is_empty()).collect()).collect();
     assert_eq!(rows.len(), 3, "{listed}");
     let cells = |row: usize| -> Vec<&str> { rows[row].iter().map(|cell| cell.trim()).collect() };
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
-    assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
+    assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("again", "model bf16", "3/3"), "{listed}");
     let json = fixture.json("runs --json");
     assert_eq!(json, fixture.json("runs list --json"));
-    assert_eq!((&json[1]["run"], &json[1]["steps"], &json[1]["state"]), (&"second".into(), &3.into(), &"done".into()));
+    assert_eq!((&json[1]["run"], &json[1]["steps"], &json[1]["state"]), (&"again".into(), &3.into(), &"done".into()));
     assert!(json[1]["bytes"].as_u64() > Some(1000), "{json}");
     let said = fixture.said("runs delete first first --yes");
     assert!(said.starts_with("deleted run `first`, 1 checkpoint, ") && said.lines().count() == 1, "{said}");
     assert!(!fixture.path("checkpoints/first").exists());
     assert_eq!(fixture.said("runs").lines().count(), 2);
     // Regression: the run that a link points to was reported as deleted.
-    std::os::unix::fs::symlink("second", fixture.path("checkpoints/link")).unwrap();
+    std::os::unix::fs::symlink("again", fixture.path("checkpoints/link")).unwrap();
     let said = fixture.said("runs delete link --yes");
     assert_eq!(said, "deleted the link `link`, but not the run that it points to\n");
-    assert_eq!(fixture.steps("second").len(), 3);
+    assert_eq!(fixture.steps("again").len(), 3);
 }
 
 /// Regression: a run's folder and name, and the steps of `verify`, were read from their flags only.

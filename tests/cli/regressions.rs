@@ -459,6 +459,8 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     // At this rate the loss rises, so the best one is that before the resume.
     let lines = told("--resume r --steps 3 --lr 10 --plain", 3);
     assert!(lines[1].starts_with("$HOME|finished|r|step 2,") && lines[2].contains("|step 3,"), "{lines:?}");
+    let shown = fixture.said("checkpoint show r");
+    assert!(shown.lines().any(|line| line.starts_with("best ") && line.contains("at step 2")), "{shown}");
 }
 
 /// Each process of a notifier that hangs would stay; training continues, and reports the program's fault.

@@ -568,14 +568,17 @@ mod tests {
     fn shards_on_the_host_take_no_memory_of_a_gpu() {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
-        let bytes = |policy, world_size, shards_on_host| {
+        let bytes = |policy, micro_batches, world_size, shards_on_host| {
             let layout = DistributedLayout { world_size, shards_on_host, ..DistributedLayout::default() };
-            MemoryInputs { layout, policy, ..inputs(&spec, [1, 16, 4]) }.step().unwrap()
+            MemoryInputs { layout, policy, ..inputs(&spec, [1, 16, micro_batches]) }.step().unwrap()
         };
-        for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
-            let [cpu, gpu] = [false, true].map(|shards_on_host| bytes(policy, 2, shards_on_host).total());
+        for (policy, micro_batches, shard) in
+            [(PrecisionPolicy::FP16, 4, 16), (PrecisionPolicy::FP16, 1, 14), (PrecisionPolicy::FP32, 4, 12)]
+        {
+            let [cpu, gpu] =
+                [false, true].map(|shards_on_host| bytes(policy, micro_batches, 2, shards_on_host).total());
             assert_eq!(cpu - gpu, shard * parameters / 2, "{policy:?}");
-            assert_eq!(bytes(policy, 1, true), bytes(policy, 1, false));
+            assert_eq!(bytes(policy, micro_batches, 1, true), bytes(policy, micro_batches, 1, false));
         }
     }
 

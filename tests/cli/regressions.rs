@@ -219,9 +219,12 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
 #[test]
 fn a_run_whose_gradients_overflow_at_the_lowest_scale_ends() {
     let fixture = CliFixture::new();
-    let scaler = "--init-scale 1e30 --set scaler.min_scale=1e30 --set scaler.max_overflows_at_min_scale=3";
+    let scaler = "--init-scale 1e30 --set scaler.min_scale=1e30 --set scaler.max_overflows_at_min_scale=3 \
+                  --set scaler.on_overflow=retry";
     let (code, _, err) = fixture.output(&training("r", &format!("--data text.txt --steps 9 {scaler}")));
-    assert_eq!((code, fixture.steps("r").len()), (Some(3), 3), "{err}");
+    let steps = fixture.steps("r");
+    assert_eq!((code, steps.len()), (Some(3), 3), "{err}");
+    assert!(steps.windows(2).all(|pair| pair[0].epoch < pair[1].epoch), "a retry has no lower scale");
     for part in [
         "3 consecutive steps overflowed at scale 1e30: the loss is finite, but `ln_f",
         " tensors in total (first in the ",

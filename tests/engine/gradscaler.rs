@@ -311,6 +311,7 @@ fn an_overflow_still_backs_off_and_what_it_was_decides_how_far() {
     assert_eq!(from, 32768.0);
     let mut guess = scaler.clone();
     assert_eq!(guess.update_with_amax(false, 65504.0), ScaleChange::BackedOff { from, to: 16384.0 });
+    assert_eq!(guess.clone().set_amax(1.1), 16384.0, "small gradients do not take the back-off back");
     // It was 50: 2^10 brings it to 51200.
     assert_eq!(guess.set_amax(50.0), 1024.0);
     assert!(guess.update_with_amax(true, 1024.0) == ScaleChange::Held, "it is remembered");

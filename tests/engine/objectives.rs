@@ -339,19 +339,26 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         for (row, sequence) in batch.sequences.iter_mut().enumerate() {
             sequence.role = if row % 2 == 0 { SequenceRole::Desirable } else { SequenceRole::Undesirable };
         }
-        let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
         let last = batch.batch_size as u64 - 1;
-        for (row, logp) in (0_u64..).zip(&model.kto.references) {
-            reference.insert(Split::Train, ((row + 1) << 32) | row.checked_sub(1).unwrap_or(last), *logp);
-        }
+        let references = |more: f64| {
+            let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
+            for (row, logp) in (0_u64..).zip(&model.kto.references) {
+                reference.insert(Split::Train, ((row + 1) << 32) | row.checked_sub(1).unwrap_or(last), *logp + more);
+            }
+            Reference::Stored(reference)
+        };
         let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
         let settings = ObjectiveSection { kind: ObjectiveKind::Kto, ..ObjectiveSection::default() };
-        engine.objective = Objective::new(settings, Reference::Stored(reference));
-        let report = engine.step(&[batch]).unwrap();
+        engine.objective = Objective::new(settings, references(0.0));
+        let report = engine.step(std::slice::from_ref(&batch)).unwrap();
         assert!(model.kto.kl > 0.1, "{name}: an estimate of {} tests nothing", model.kto.kl);
         assert_near(name, report.metrics.unwrap().get(ObjectiveMetric::Kl).unwrap(), model.kto.kl, 1e-5);
         assert_near(name, report.loss, model.kto.loss, 2e-6);
         assert_gradients(name, &engine, &gradients, &format!("{name}/kto"));
+        // A mean below 0 is no divergence.
+        engine.objective.reference = references(100.0);
+        let report = engine.step(&[batch]).unwrap();
+        assert_eq!(report.metrics.unwrap().get(ObjectiveMetric::Kl), Some(0.0), "{name}");
     }
 }
 
@@ -531,6 +538,12 @@ fn grpo_agrees_with_pytorch() {
                 assert_near(&what, report.loss, expected.loss, 1e-5);
                 let metrics = report.metrics.unwrap();
                 assert_near(&what, metrics.get(ObjectiveMetric::ClipRatio).unwrap(), expected.clip_ratio, 1e-12);
+                let pairs = model.old.iter().flatten().zip(model.sampled.iter().flatten());
+                let differences: Vec<f64> =
+                    pairs.map(|(old, sampled)| (f64::from(*old) - f64::from(*sampled)).abs()).collect();
+                let mean = differences.iter().sum::<f64>() / differences.len() as f64;
+                assert_near(&what, metrics.get(ObjectiveMetric::SamplingLogpDifference).unwrap(), mean, 1e-9);
+                assert_eq!(metrics.get(ObjectiveMetric::ClippedRatio), Some(0.0), "{what}: no completion is cut");
                 let kl = metrics.get(ObjectiveMetric::Kl);
                 assert_eq!(kl.is_some(), expected.beta > 0.0, "{what}");
                 if let Some(kl) = kl {

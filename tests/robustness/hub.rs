@@ -681,6 +681,11 @@ fn generate_eval_and_export_take_names_of_the_hub() {
         serde_json::from_str::<serde_json::Value>(&said).unwrap()["loss"].as_f64().unwrap()
     };
     assert_eq!(loss("distilgpt2"), loss("local"));
+    // A run records the commit that its branch had.
+    let training = "--model distilgpt2 --data text.txt --val none --seq-len 8 --batch-size 1 --steps 1 --run r --plain";
+    assert_eq!(finetune(training, "1").0, 0);
+    let config = fs::read_to_string(fixture.path().join("checkpoints/r/config.toml")).unwrap();
+    assert!(config.contains(&format!("revision = \"{COMMIT}\"")), "{config}");
     assert_eq!(finetune("export distilgpt2 exported", "1"), (0, "exported\n".into(), String::new()));
     assert_eq!(finetune(&generate("exported"), "1").1, expected);
     assert_eq!(server.requests(), [] as [String; 0]);

@@ -255,18 +255,26 @@ mod tests {
             (0..300).map(choose).collect::<std::collections::BTreeSet<u32>>()
         };
         let base = Sampling { top_p: Some(0.5), ..Sampling::default() };
-        assert_eq!(chosen(base.clone()).into_iter().collect::<Vec<_>>(), [0, 1, 2]);
-        assert_eq!(chosen(Sampling { top_k: Some(3), ..base }).into_iter().collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(chosen(base).into_iter().collect::<Vec<_>>(), [0, 1, 2]);
+        // The fourth would bring the third back.
+        for top_p in [0.5, 0.7] {
+            let both = Sampling { top_k: Some(3), top_p: Some(top_p), ..Sampling::default() };
+            assert_eq!(chosen(both).into_iter().collect::<Vec<_>>(), [0, 1], "{top_p}");
+        }
     }
 
     #[test]
     fn the_coldest_temperature_takes_the_likeliest_token() {
-        let logits = Tensor::new(&[80.0f32, -3.0, 90.0, 89.9], &candle_core::Device::Cpu).unwrap();
+        // FP32 has the last ones, but not divided by these temperatures.
+        let [small, large] = [1.0, 1e8].map(|scale| [80.0f32, -3.0, 90.0, 89.9].map(|logit| logit * scale));
+        let logits = [small, large].map(|logits| Tensor::new(&logits, &candle_core::Device::Cpu).unwrap());
         for temperature in [1e-5, 1e-38, 1e-300, f64::MIN_POSITIVE] {
             for (top_k, top_p) in [(None, None), (Some(2), None), (None, Some(0.9)), (Some(3), Some(0.9))] {
                 let sampling = Sampling { temperature, top_k, top_p, ..Sampling::default() };
-                let mut processor = LogitsProcessor::from_sampling(0, sampling.choice());
-                assert_eq!(processor.sample(&sampling.prepared(&logits).unwrap()).unwrap(), 2, "{sampling:?}");
+                for logits in &logits {
+                    let mut processor = LogitsProcessor::from_sampling(0, sampling.choice());
+                    assert_eq!(processor.sample(&sampling.prepared(logits).unwrap()).unwrap(), 2, "{sampling:?}");
+                }
             }
         }
     }

@@ -471,7 +471,8 @@ mod tests {
         let listener = Tcp::listen(&master).unwrap();
         master.port = listener.local_addr().unwrap().port();
         // Strangers: one of another job, one with another protocol, one that leaves.
-        let strangers = [&[7; Hello::BYTES][..], b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b""];
+        let of_other_job = [&[7; 16][..], &1u32.to_le_bytes(), &7u16.to_le_bytes()].concat();
+        let strangers = [&of_other_job[..], b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b""];
         let strangers = strangers.map(|bytes| {
             let mut stream = TcpStream::connect(("127.0.0.1", master.port)).unwrap();
             stream.write_all(bytes).unwrap();

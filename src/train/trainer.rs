@@ -21,7 +21,7 @@ use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
 use crate::engine::model::ModelSpec;
-use crate::precision::{Fallback, GradScaler, scale_text};
+use crate::precision::{Fallback, GradScaler};
 use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State, stored_bytes};
@@ -32,11 +32,9 @@ use crate::train::callbacks::{Callbacks, StepContext};
 use crate::train::config::Config;
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
-use crate::train::objective::ObjectiveKind;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
-use crate::train::state::Counters;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -536,42 +534,6 @@ impl Trainer {
         evaluated?;
         self.check_result()?;
         Ok(reason)
-    }
-
-    /// Returns an error if training had no effect, or gave a model that cannot be used.
-    pub fn check_result(&self) -> Result<()> {
-        self.check_applied()?;
-        self.check_validation()
-    }
-
-    /// Returns an error if no step was applied, so that the exit code reports a run without effect.
-    fn check_applied(&self) -> Result<()> {
-        let Counters { step, updates, .. } = self.engine.state.counters;
-        if updates > 0 || step == 0 {
-            return Ok(());
-        }
-        let advice = match self.progress.last_loss {
-            Some(loss) if !loss.is_finite() => self.advice_for_forward_overflows(),
-            _ => match self.progress.working_scale {
-                Some(scale) => {
-                    format!("use a loss scale that fits the gradients: `--init-scale {}`", scale_text(scale))
-                }
-                None => "use a lower initial loss scale, or more steps".to_owned(),
-            },
-        };
-        let message = format!("all {step} steps overflowed and were skipped, so the model did not change; {advice}");
-        Err(Error::Diverged { step, message })
-    }
-
-    /// Returns an error if the trained model's validation loss is not finite.
-    fn check_validation(&self) -> Result<()> {
-        let Some(Best { step, loss }) = self.progress.validation else { return Ok(()) };
-        // Without a reward, an objective has no loss.
-        if loss.is_finite() || self.config.objective.kind != ObjectiveKind::Sft {
-            return Ok(());
-        }
-        let message = format!("the validation loss is {loss}: {}", self.advice_for_trained_weights(""));
-        Err(Error::Diverged { step, message })
     }
 
     /// Serves signals and commands before the next step; returns why training should stop, if it should.

@@ -1,13 +1,16 @@
-//! Measurements between steps: the validation loss, text samples, FP32 probes, and the scale that would have worked.
+//! Measurements between steps: the validation loss, text samples, FP32 probes, the scale that would have worked, and whether
+//! training gave a usable model.
 
 use super::{LeaderMessage, Trainer, batches_in_step};
-use crate::Result;
 use crate::data::Batch;
-use crate::precision::Dtype;
+use crate::precision::{Dtype, scale_text};
 use crate::store::checkpoint::Best;
 use crate::telemetry::{Activity, Event, PhaseProgress, SampleText, Validation};
 use crate::train::engine::{EvalReport, StepReport};
+use crate::train::objective::ObjectiveKind;
+use crate::train::state::Counters;
 use crate::train::{Bisection, bisect, headroom, probe};
+use crate::{Error, Result};
 
 impl Trainer {
     /// Measures the scale that the gradients need, after the last step of a run whose steps were all skipped.
@@ -49,6 +52,42 @@ impl Trainer {
         self.progress.validation = Some(evaluation);
         self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, objective }));
         Ok(Some(evaluation))
+    }
+
+    /// Returns an error if training had no effect, or gave a model that cannot be used.
+    pub fn check_result(&self) -> Result<()> {
+        self.check_applied()?;
+        self.check_validation()
+    }
+
+    /// Returns an error if no step was applied, so that the exit code reports a run without effect.
+    fn check_applied(&self) -> Result<()> {
+        let Counters { step, updates, .. } = self.engine.state.counters;
+        if updates > 0 || step == 0 {
+            return Ok(());
+        }
+        let advice = match self.progress.last_loss {
+            Some(loss) if !loss.is_finite() => self.advice_for_forward_overflows(),
+            _ => match self.progress.working_scale {
+                Some(scale) => {
+                    format!("use a loss scale that fits the gradients: `--init-scale {}`", scale_text(scale))
+                }
+                None => "use a lower initial loss scale, or more steps".to_owned(),
+            },
+        };
+        let message = format!("all {step} steps overflowed and were skipped, so the model did not change; {advice}");
+        Err(Error::Diverged { step, message })
+    }
+
+    /// Returns an error if the trained model's validation loss is not finite.
+    fn check_validation(&self) -> Result<()> {
+        let Some(Best { step, loss }) = self.progress.validation else { return Ok(()) };
+        // Without a reward, an objective has no loss.
+        if loss.is_finite() || self.config.objective.kind != ObjectiveKind::Sft {
+            return Ok(());
+        }
+        let message = format!("the validation loss is {loss}: {}", self.advice_for_trained_weights(""));
+        Err(Error::Diverged { step, message })
     }
 
     /// Validates and saves a new best; `true` if early stopping is due.

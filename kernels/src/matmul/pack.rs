@@ -337,7 +337,8 @@ fn transpose_vectors<T: Element, const WIDTH: usize>(
 ) -> usize {
     #[cfg(target_arch = "x86_64")]
     if WIDTH >= 6 && lines.col_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
-        let Operand { data, rows: count, cols: depth, row_stride: stride, .. } = lines;
+        let Operand { data, cols: depth, row_stride: stride, .. } = lines;
+        let count = transposed_lines(WIDTH);
         let units = depth / unit.elements() / 8 * 8;
         assert!(units == 0 || target.len() >= (units - 1) * WIDTH + count);
         for line in 0..count {

@@ -189,7 +189,7 @@ impl WordPattern {
         }
         let before = pattern.strip_suffix(LOOK_AHEAD);
         let words = before.map_or_else(|| Regex::new(pattern), |before| Regex::new(&format!(r"{before}|\s+"))).ok()?;
-        let before_look_ahead = before.and_then(|before| Regex::new(before).ok());
+        let before_look_ahead = before.map(Regex::new).transpose().ok()?;
         (!words.is_match("")).then_some(Self { words, before_look_ahead, is_gpt2: pattern == GPT2 })
     }
 
@@ -204,17 +204,11 @@ impl WordPattern {
         if found.start() > start {
             return found.start();
         }
-        let begins_at_start = |found: regex::Match<'_>| found.start() == start;
-        match (&self.before_look_ahead, found.as_str().char_indices().next_back()) {
+        let Some(before) = &self.before_look_ahead else { return found.end() };
+        let is_other = || before.find_at(text, start).is_some_and(|other| other.start() == start);
+        match found.as_str().char_indices().next_back() {
             // The last white-space character before a word belongs to that word.
-            (Some(before), Some((last, c)))
-                if last > 0
-                    && c.is_whitespace()
-                    && found.end() < text.len()
-                    && !before.find_at(text, start).is_some_and(begins_at_start) =>
-            {
-                start + last
-            }
+            Some((last, c)) if last > 0 && c.is_whitespace() && found.end() < text.len() && !is_other() => start + last,
             _ => found.end(),
         }
     }

@@ -11,7 +11,7 @@ use finetune::engine::kernels::columns::{ColumnSlice, WriteMode};
 use finetune::engine::kernels::cross_entropy::{self, CrossEntropyWorkspace, HeadGradient, HeadInput, IGNORE};
 use finetune::engine::kernels::embedding::scale_of_width;
 use finetune::engine::kernels::op;
-use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases};
+use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases, check_family};
 use finetune::engine::kernels::rope::{Direction, PositionIds};
 use finetune::engine::kernels::view::zeros;
 use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, Norm, NormSettings, WeightLayout};
@@ -37,6 +37,16 @@ fn small_losses_are_within_their_bounds_for_any_seed() {
     for seed in 0..2000 {
         case.check(&Fused, &Device::Cpu, seed, Bounds::Preflight).unwrap();
     }
+}
+
+/// One number is left from a subtraction of nearly equal ones, and its error exceeds the bound.
+#[test]
+fn a_preflight_draws_other_numbers_if_a_result_almost_cancels() {
+    const SEED: u64 = 77_234_007;
+    let small = |case: &Case| matches!(case.operation, Operation::AdamW { len: 1, .. });
+    let check = |case: Case| case.check(&Fused, &Device::Cpu, SEED, Bounds::Preflight).err();
+    assert_ne!(cases().into_iter().filter(small).filter_map(check).count(), 0);
+    check_family("adamw", &Fused, &Device::Cpu, SEED).unwrap();
 }
 
 /// The value of an operation from its inputs.

@@ -2,7 +2,7 @@
 
 use super::dispatch::{CudaKernels, KernelFamily};
 use super::queue::CudaQueue;
-use crate::op::cases::{Bounds, cases};
+use crate::op::cases::check_family;
 use candle_core::{Device, Result};
 use std::collections::BTreeSet;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,6 +12,5 @@ pub fn check(family: KernelFamily, device: &Device) -> Result<()> {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     let base = if family == KernelFamily::AttentionWgmma { KernelFamily::Attention } else { family };
     let kernels = CudaKernels::new(CudaQueue::new(device.as_cuda_device()?), BTreeSet::from([family, base]));
-    let mut cases = cases().into_iter().filter(|case| case.family == base.name());
-    cases.try_for_each(|case| case.check(&kernels, device, seed, Bounds::Preflight).map(drop))
+    check_family(base.name(), &kernels, device, seed)
 }

@@ -286,6 +286,8 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
     let windows = ("layer_types", serde_json::json!(["sliding_attention", "sliding_attention"]));
     models.push(changed_model("families/olmo3", folder, &[windows, ends.clone()]));
+    let no_windows = ("sliding_window", serde_json::Value::Null);
+    models.push(changed_model("families/exaone4", folder, &[no_windows, ends.clone()]));
     // Factors that FP32 holds.
     let factors = serde_json::json!({"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
         "attention_factor": 1.125, "short_factor": [1.0, 1.125, 1.25], "long_factor": [1.25, 2.5, 4.0]});
@@ -398,6 +400,7 @@ fn what_gguf_has_no_word_for_is_refused() {
         ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
         ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
         ("smollm3-window", "GGUF has no key for the windows of `smollm3`"),
+        ("exaone4", "GGUF has no key for the windows of `exaone4`"),
         ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
     ] {
         let trained = model(&format!("families/{name}"), folder.path());
@@ -525,7 +528,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 20] = [
+const ONNX: [&str; 21] = [
     "deep",
     "untied",
     "families/llama",
@@ -543,6 +546,7 @@ const ONNX: [&str; 20] = [
     "families/smollm3-window",
     "families/olmo2",
     "families/olmo3",
+    "families/exaone4",
     "families/granite",
     "families/granite4-nope",
     "families/phi3",

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
+from transformers import AutoModelForCausalLM, Exaone4Config, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -195,6 +195,9 @@ CASES = {
             "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8,
                                "rope_theta": 10000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, 58, seq=17),
+    # Norms after attention and MLP and of each head, a window in the first layer, no rotation in the second.
+    "exaone4": Case(Exaone4Config, {
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, 74, seq=13),
     # Factors of embeddings, scores, branches and logits, none a power of two; biases in the MLP.
     "granite": Case(GraniteConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,

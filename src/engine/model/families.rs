@@ -1,5 +1,6 @@
 //! The list of model families, each in its own file.
 
+mod exaone4;
 mod gemma2;
 mod gemma3;
 mod gpt2;
@@ -26,7 +27,7 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 18] = [
+static FAMILIES: [&Family; 19] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -38,6 +39,7 @@ static FAMILIES: [&Family; 18] = [
     &smollm3::SMOLLM3,
     &olmo2::OLMO2,
     &olmo3::OLMO3,
+    &exaone4::EXAONE4,
     &phi3::PHI3,
     &granite::GRANITE,
     &granite4::GRANITE4,

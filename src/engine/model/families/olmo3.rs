@@ -5,7 +5,7 @@ use super::{llama, olmo2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, Sliding};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 pub(super) static OLMO3: Family = Family {
     model_type: "olmo3",
@@ -19,12 +19,7 @@ pub(super) static OLMO3: Family = Family {
     },
     gguf: GgufFormat {
         claims: |keys| keys.contains_key("attention.sliding_window"),
-        read: |keys, json| {
-            // llama.cpp's converter writes a flag for each layer, and llama.cpp itself takes every fourth layer to be full.
-            let Some(Value::Array(flags)) = keys.remove("attention.sliding_window_pattern") else { return };
-            let name = |flag: &Value| if flag == &Value::Bool(true) { "sliding_attention" } else { "full_attention" };
-            json.insert("layer_types".into(), flags.iter().map(name).collect());
-        },
+        read: read_flags,
         write: |spec, _| {
             let Some(sliding) = &spec.sliding else { return Ok(()) };
             if (1..).zip(&sliding.layers).any(|(layer, sliding)| *sliding == (layer % PATTERN == 0)) {
@@ -52,4 +47,12 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let layers = llama::sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % PATTERN != 0)?;
     let sliding = Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope });
     Ok(ModelSpec { head_dim: llama::head_dim(keys, &spec, None)?, rope: Some(full), sliding, ..spec })
+}
+
+/// Reads the flags of layers with a window, which llama.cpp's converter writes. llama.cpp itself takes every fourth layer to be
+/// full.
+pub(super) fn read_flags(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) {
+    let Some(Value::Array(flags)) = keys.remove("attention.sliding_window_pattern") else { return };
+    let name = |flag: &Value| if flag == &Value::Bool(true) { "sliding_attention" } else { "full_attention" };
+    json.insert("layer_types".into(), flags.iter().map(name).collect());
 }

@@ -101,6 +101,16 @@ fn olmos_fourth_layer_has_no_window() {
 }
 
 #[test]
+fn exaones_layers_are_rotated_unless_others_have_a_window() {
+    let config = |window: Value| json!({"model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": window});
+    let spec = read(&config(json!(16)));
+    assert_eq!(spec.sliding.unwrap().layers, [true, true, true, false, true]);
+    assert_eq!(spec.unrotated, [false, false, false, true, false]);
+    let spec = read(&config(Value::Null));
+    assert_eq!((spec.sliding, spec.unrotated), (None, vec![]));
+}
+
+#[test]
 fn granite_4_is_refused_by_what_is_not_built() {
     let config = json!({"model_type": "granitemoehybrid", "num_local_experts": 0, "position_embedding_type": "rope",
         "layer_types": ["attention", "attention"], "num_hidden_layers": 2, "shared_intermediate_size": 512});

@@ -302,9 +302,21 @@ mod tests {
         Answered { tokens: completion.len(), prompt, completion, answer, ..Answered::default() }
     }
 
+    /// Longer than a program takes to start on a busy machine.
+    const TIMEOUT: Duration = Duration::from_mins(1);
+
     fn score(rule: &str, completions: &[&str], on_error: OnRewardError) -> Result<Vec<Option<f32>>> {
+        score_within(TIMEOUT, rule, completions, on_error)
+    }
+
+    fn score_within(
+        timeout: Duration,
+        rule: &str,
+        completions: &[&str],
+        on_error: OnRewardError,
+    ) -> Result<Vec<Option<f32>>> {
         let completions: Vec<Answered> = completions.iter().map(|text| answered(text)).collect();
-        Reward::new(rule, None).unwrap().score(&completions, Duration::from_millis(500), on_error)
+        Reward::new(rule, None).unwrap().score(&completions, timeout, on_error)
     }
 
     /// A script whose body sees each line as `$line`.
@@ -334,7 +346,7 @@ mod tests {
         );
         let mut reward = Reward::new(&command, None).unwrap();
         for expected in [[1.0, -1.5], [3.0, -1.5]] {
-            let found = reward.score(&[answered("a"), answered("x")], Duration::from_secs(9), OnRewardError::Stop);
+            let found = reward.score(&[answered("a"), answered("x")], TIMEOUT, OnRewardError::Stop);
             assert_eq!(found.unwrap(), expected.map(Some));
         }
     }
@@ -355,18 +367,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for (body, problem) in [
             ("echo broken >&2; exit 3", "it ended (exit status: 3): broken"),
-            ("sleep 60", "it wrote nothing for 0.5 s"),
+            ("sleep 60", "it wrote nothing for 1.5 s"),
             ("echo good", "it wrote `good`, neither a finite number nor `none`"),
             ("echo nan", "it wrote `nan`, neither a finite number nor `none`"),
         ] {
             let command = script(folder.path(), &format!("case $line in *bad*) {body};; *) echo 2;; esac"));
-            let error = score(&command, &["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
+            let timeout = if body.starts_with("sleep") { Duration::from_millis(1500) } else { TIMEOUT };
+            let score = |completions: &[&str], on_error| score_within(timeout, &command, completions, on_error);
+            let error = score(&["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
             assert!(matches!(error, Error::Data { .. }), "{error:?}");
             let message = error.to_string();
             assert!(message.contains(problem) && message.contains("completion 2 of 3"), "{message}");
-            let dropped = score(&command, &["a", "bad", "b"], OnRewardError::Drop).unwrap();
+            let dropped = score(&["a", "bad", "b"], OnRewardError::Drop).unwrap();
             assert_eq!(dropped, [Some(2.0), None, Some(2.0)], "{body}");
-            let message = score(&command, &["bad", "bad"], OnRewardError::Drop).unwrap_err().to_string();
+            let message = score(&["bad", "bad"], OnRewardError::Drop).unwrap_err().to_string();
             assert!(message.contains("for every completion"), "{message}");
         }
         let message = score("no-such-program --x", &["a"], OnRewardError::Stop).unwrap_err().to_string();
@@ -384,7 +398,7 @@ mod tests {
         for command in ["sh score.sh", "./own"] {
             let mut reward = Reward::new(command, Some(folder.path())).unwrap();
             reward.check().unwrap();
-            let found = reward.score(&[answered("a")], Duration::from_secs(9), OnRewardError::Stop);
+            let found = reward.score(&[answered("a")], TIMEOUT, OnRewardError::Stop);
             assert_eq!(found.unwrap(), [Some(3.0)], "{command}");
         }
         assert!(Reward::new("./own", None).unwrap().check().is_err());
@@ -410,7 +424,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut reward = Reward::new(&script(folder.path(), "printf '1\\n2\\n'"), None).unwrap();
         for _ in 0..2 {
-            let found = reward.score(&[answered("a")], Duration::from_secs(9), OnRewardError::Stop);
+            let found = reward.score(&[answered("a")], TIMEOUT, OnRewardError::Stop);
             assert_eq!(found.unwrap(), [Some(1.0)]);
             thread::sleep(Duration::from_millis(50));
         }

@@ -433,8 +433,11 @@ fn a_leader_that_saves_slowly_sends_heartbeats() {
         let disk = Disk::with_hook(move |operation, path| {
             if operation == FsOp::SyncFile && path.ends_with("model.safetensors") {
                 let before = group.sent.load(Ordering::Relaxed);
-                std::thread::sleep(Duration::from_millis(1500));
-                seen.store(group.sent.load(Ordering::Relaxed) - before, Ordering::Relaxed);
+                let began = Instant::now();
+                while seen.load(Ordering::Relaxed) == 0 && began.elapsed() < Duration::from_mins(1) {
+                    std::thread::sleep(Duration::from_millis(100));
+                    seen.store(group.sent.load(Ordering::Relaxed) - before, Ordering::Relaxed);
+                }
             }
             Ok(())
         });

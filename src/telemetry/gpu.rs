@@ -116,7 +116,8 @@ mod tests {
         assert_eq!(samples.iter().nth(2), Some(3));
         assert!(sampler.newest().is_some_and(|stats| stats.memory_bytes >= 2));
         drop(sampler);
-        assert!(samples.iter().count() < 1000, "the thread drops the sender");
+        // Ends when the thread drops the sender.
+        samples.iter().for_each(drop);
     }
 
     #[test]

@@ -73,6 +73,15 @@ def last_line(*texts):
     return next((text.strip().splitlines()[-1] for text in texts if text.strip()), "nothing was said")
 
 
+def preflight_notices(*texts):
+    return [line for text in texts for line in text.splitlines() if "preflight" in line]
+
+
+def cause(code, out, err):
+    """Why a program failed. Kernels that failed their preflight can be the reason for an error that does not name them."""
+    return "; ".join([f"exit code {code}: {last_line(err, out)}", *preflight_notices(out, err)])
+
+
 def command(device, folder, *flags):
     small = ["--batch-size", "2", "--seq-len", "16"] if args.stand_in else []
     fixed = ["--plain", "--set", "train.eval_batches=2", "--set", "train.sample_every=0", "--set", "train.sample_tokens=4"]
@@ -92,9 +101,8 @@ def events(folder):
 def train(device, folder, *flags, launcher=(), **more):
     code, out, err = run(*launcher, *command(device, folder, *flags), **more)
     if code != 0:
-        raise RuntimeError(f"{device}: exit code {code}: {last_line(err, out)}")
-    said = (out + err).splitlines()
-    return {**events(folder), "said": said, "preflight": [line for line in said if "preflight" in line]}
+        raise RuntimeError(f"{device}: {cause(code, out, err)}")
+    return {**events(folder), "said": (out + err).splitlines(), "preflight": preflight_notices(out, err)}
 
 
 def flags_of(dtype, steps=STEPS, save_every=10):
@@ -243,20 +251,37 @@ def own():
 
 
 def kill_and_resume(folder, flags, *resumed):
-    """Kills a run after its checkpoint at step 10 and resumes it; returns its events, and whether it was killed."""
-    process = subprocess.Popen(
-        [str(part) for part in command("cuda", folder, *flags)],
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    while process.poll() is None and not list(Path(folder).glob("*/step-*10")):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    """Kills a run of `OWN_STEPS` steps after its checkpoint at step 10 and resumes it; returns its events."""
+    # A run may save its last checkpoint before it is killed.
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            words = [str(part) for part in command("cuda", folder, *flags)]
+            process = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+            while process.poll() is None and not list(Path(folder).glob("*/step-*10")):
+                time.sleep(0.005)
+            process.kill()
+            process.wait()
+            output.seek(0)
+            said = output.read()
+        if process.returncode not in (0, -signal.SIGKILL):
+            raise RuntimeError(f"before it was killed: {cause(process.returncode, said, '')}")
+        if not list(Path(folder).glob(f"*/step-*{OWN_STEPS}")):
+            break
+    else:
+        raise RuntimeError("each of 10 runs ended before it was killed")
     resume = [args.finetune, "--resume", next(Path(folder).glob("*/")), "--plain", "--checkpoint-dir", folder]
     code, out, err = run(*resume, *resumed)
     if code != 0:
-        raise RuntimeError(last_line(err, out))
-    return events(folder), process.returncode == -signal.SIGKILL
+        before = preflight_notices(said)
+        raise RuntimeError("; ".join([f"resumed: {cause(code, out, err)}", *[f"before: {line}" for line in before]]))
+    return events(folder)
+
+
+def difference(found, expected):
+    """The first step whose figures differ between two runs, with the figures."""
+    pairs = enumerate(itertools.zip_longest(found, expected), 1)
+    return next((f"step {step}: {ours}, not {theirs}" for step, (ours, theirs) in pairs if ours != theirs), "files")
 
 
 # Replays in a preflight: of four passes, one compiles and three replay.
@@ -297,28 +322,25 @@ def graphs():
                 found = train("cuda", f"{folder}/graph", *flags, STAND_IN_GRAPH_LOG=str(log))
                 replays = len(log.read_text().splitlines()) - PREFLIGHT_REPLAYS
                 bits = {kind: state(f"{folder}/{kind}", run) for kind, run in (("eager", eager), ("graph", found))}
-                died = True
                 if more in ([], accumulated):
                     # Each continues the other.
                     for kind, first, then in (("to eager", "fused", "eager"), ("to graph", "eager", "fused")):
-                        resumed, was_killed = kill_and_resume(
-                            f"{folder}/{kind}", [*flags, "--kernels", first], "--kernels", then
-                        )
-                        bits[kind], died = state(f"{folder}/{kind}", resumed), died and was_killed
+                        resumed = kill_and_resume(f"{folder}/{kind}", [*flags, "--kernels", first], "--kernels", then)
+                        bits[kind] = state(f"{folder}/{kind}", resumed)
             except RuntimeError as error:
                 row(what, False, error)
                 continue
-        others = [kind for kind, found in bits.items() if found != bits["eager"]]
+        others = other_bits(bits, "eager")
         passes = OWN_STEPS * (2 if "--grad-accum" in more else 1)
         counted = not args.stand_in or replays == (passes - 1) * recorded
         notices = [line for line in found["said"] if "without a CUDA graph" in line]
-        passed = not others and died and counted and len(notices) == 1 - recorded
+        passed = not others and counted and len(notices) == 1 - recorded
         overflows = f"; overflows at {skips(found)}" if dtype == "fp16" else ""
         passed &= dtype != "fp16" or 0 < len(skips(found)) < OWN_STEPS
-        said = f"OTHER bits in {', '.join(others)}" if others else f"the bits of passes without graphs in {', '.join(list(bits)[1:])}"
+        said = others or f"the bits of passes without graphs in {', '.join(list(bits)[1:])}"
         # Only the stand-in counts replays.
         said += f"; {replays} of {passes} passes replayed" if args.stand_in else ""
-        row(what, passed, "; ".join([f"{said}{overflows}", *notices]))
+        row(what, passed, "; ".join([f"{said}{overflows}", *dict.fromkeys(notices + found["preflight"])]))
     if not args.stand_in:
         return
     faults = (
@@ -342,14 +364,13 @@ def killed():
         with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
             try:
                 flags = [*flags_of(dtype, OWN_STEPS), "--kernels", kernels, *more]
-                expected = train("cuda", whole, *flags)["step"]
-                resumed, died = kill_and_resume(folder, flags)
-                found = resumed["step"]
+                expected, found = train("cuda", whole, *flags), kill_and_resume(folder, flags)
             except RuntimeError as error:
                 row(what, False, error)
                 continue
-        same = [(step["loss"], step["loss_scale"]) for step in found] == [(step["loss"], step["loss_scale"]) for step in expected]
-        row(what, died and same, f"{len(found)} steps {'with the same bits' if same else 'with OTHER bits'}" + ("" if died else "; it ended before it was killed"))
+        found, known = [[(step["loss"], step["loss_scale"]) for step in run["step"]] for run in (found, expected)]
+        said = "the same bits" if found == known else f"OTHER bits, at {difference(found, known)}"
+        row(what, found == known, "; ".join([f"{len(found)} steps with {said}", *expected["preflight"]]))
 
 
 def processes():
@@ -366,16 +387,17 @@ def processes():
                 checkpoint = next(Path(folder, "3").glob("*/step-*4"))
                 code, out, err = run(*mpirun, 2, *command("cuda", f"{folder}/3", "--resume", checkpoint))
                 if code != 0:
-                    raise RuntimeError(last_line(err, out))
+                    raise RuntimeError(f"resumed: {cause(code, out, err)}")
                 found["3, then 2"] = events(f"{folder}/3")
             except RuntimeError as error:
                 row(what, False, error)
                 continue
         bits = {count: [(step["loss"], step["loss_scale"], step["grad_norm"]) for step in run["step"]] for count, run in found.items()}
         overflows = dtype != "fp16" or 0 < len(skips(found[2])) < FAMILY_STEPS
-        same = len(bits[2]) == FAMILY_STEPS and all(other == bits[2] for other in bits.values())
+        others = [f"{count} at {difference(other, bits[2])}" for count, other in bits.items() if other != bits[2]]
+        same = len(bits[2]) == FAMILY_STEPS and not others
         worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(found[2]["step"], one["step"]))
-        figures = f"2, 3 and 3 resumed by 2: {'the same' if same else 'OTHER'} bits; losses within {worst:.1e} of one process (allowed {TOLERANCE[dtype]:.0e})"
+        figures = f"2, 3 and 3 resumed by 2: {'; '.join(['OTHER bits', *others]) if not same else 'the same bits'}; losses within {worst:.1e} of one process (allowed {TOLERANCE[dtype]:.0e})"
         row(what, same and overflows and worst < TOLERANCE[dtype], f"{figures}; overflows at {skips(found[2])}")
 
 
@@ -421,9 +443,9 @@ def nccl():
             except RuntimeError as error:
                 row(f"{name}, {dtype}, NCCL", False, error)
                 continue
-        others = [str(count) for count, found in bits.items() if found != bits[1]]
+        others = other_bits(bits, 1)
         overflows = dtype != "fp16" or 0 < len(skips(found[1])) < 4
-        said = f"the bits of one process in {', '.join(map(str, list(bits)[1:]))}" if not others else f"OTHER bits in {', '.join(others)}"
+        said = others or f"the bits of one process in {', '.join(map(str, list(bits)[1:]))}"
         row(f"{name}, {dtype}, NCCL", not others and overflows and len(bits[1][0]) == 4, f"{said}; overflows at {skips(found[1])}")
     with tempfile.TemporaryDirectory() as folder:
         small = ["--set", "train.eval_batches=1", "--batch-size", 1, "--seq-len", 16]
@@ -501,6 +523,12 @@ def state(folder, run):
     return [(step["loss"], step["loss_scale"], step["grad_norm"]) for step in run["step"]], files
 
 
+def other_bits(states, reference):
+    """The states that differ from the reference, with their first difference; empty if none does."""
+    differ = [kind for kind, found in states.items() if found != states[reference]]
+    return "; ".join(f"OTHER bits in {kind}, at {difference(states[kind][0], states[reference][0])}" for kind in differ)
+
+
 def ranks_of(leader):
     """The processes that the leader has started, by rank."""
     found = {0: leader.pid}
@@ -524,7 +552,7 @@ def lost_processes(gpus):
                 [str(part) for part in command("cuda", folder, *flags)], env={**environment, **gpus, "TMPDIR": folder},
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
-            while job.poll() is None and not any('"step":2' in file.read_text() for file in Path(folder).glob("*/events.jsonl")):
+            while job.poll() is None and not any(b'"step":2' in file.read_bytes() for file in Path(folder).glob("*/events.jsonl")):
                 time.sleep(0.05)
             ranks = ranks_of(job)
             os.kill(ranks.get(victim, job.pid), signal.SIGKILL)
@@ -539,7 +567,7 @@ def lost_processes(gpus):
                 time.sleep(0.05)
             expected = "" if victim == 0 else f"process {victim}"
             passed = len(ranks) == 3 and job.returncode != 0 and seconds < 10 and not left and expected in said
-            row(f"SIGKILL of process {victim} of 3", passed, f"all ended after {seconds:.1f} s; {last_line(said) if said else 'no message'}")
+            row(f"SIGKILL of process {victim} of 3", passed, f"all ended after {seconds:.1f} s; {last_line(said) if passed else said}")
 
 
 def separate_gpus():
@@ -564,7 +592,8 @@ def lost_at_start(gpus):
             done = subprocess.run(
                 [str(word) for word in words], env={**environment, **more}, capture_output=True, text=True, timeout=120
             )
-            passed, said = done.returncode == 1 and "process 1 ended with exit status: 7" in done.stderr, last_line(done.stderr)
+            passed = done.returncode == 1 and "process 1 ended with exit status: 7" in done.stderr
+            said = last_line(done.stderr) if passed else done.stderr
         except subprocess.TimeoutExpired:
             passed, said = False, "did not end"
         row("a process that ends before NCCL connects it", passed, said)
@@ -589,7 +618,7 @@ def without_nccl(gpus):
                 code, out, err = run(*command("cuda", folder, "--steps", 1, *flags), **more)
             errors = [line for line in err.splitlines() if line.startswith("error:")]
             passed = code == expected and text in "".join(errors) and len(errors) == (code > 0) and "CUDA stand-in" not in err
-            row(what, passed, last_line(err, out))
+            row(what, passed, last_line(err, out) if passed else f"exit code {code}: {err}")
 
 
 def commands():
@@ -651,7 +680,7 @@ def refused():
             continue
         with tempfile.TemporaryDirectory() as folder:
             code, _, err = run(args.finetune, *flags, "--plain", "--steps", 1, "--checkpoint-dir", folder, **more)
-        row(f"refused: {what}", code == 2 and said in err and err.strip().count("\n") == 0, last_line(err))
+        row(f"refused: {what}", code == 2 and said in err and err.strip().count("\n") == 0, err.strip())
 
 
 def bench():

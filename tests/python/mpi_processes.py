@@ -264,6 +264,9 @@ def kills(program, count):
     """SIGKILL of each process in turn, in mid-step and in mid-save; each time the run goes on with another number of processes."""
     run(program, 1, *LONG, "--run", "whole")
     chance, folder, slowest = random.Random(5), Path("checkpoints/killed"), 0.0
+    # Half of the run's time for all kills together, so that on no machine the run ends before the last one.
+    times = [json.loads(line)["s"] for line in Path("checkpoints/whole/events.jsonl").read_text().splitlines()]
+    longest = (times[-1] - times[0]) / count / 2
     in_saves = 0
     victims_in_turn = sorted(((count, rank) for count in (2, 3, 4) for rank in range(count)), key=lambda it: it[1])
     for kill in range(count):
@@ -277,9 +280,9 @@ def kills(program, count):
         saving = kill % 2 == 1
         if saving:
             wait_for(lambda: job.poll() is not None or any(folder.glob(".*tmp*")), 60, "save")
-            time.sleep(chance.random() * 0.05)
+            time.sleep(chance.random() * min(longest, 0.05))
         else:
-            time.sleep(chance.random() * 0.25)
+            time.sleep(chance.random() * longest)
         victims = ranks(job.pid)
         if job.poll() is not None or len(victims) < processes:
             sys.exit(f"kill {kill}: the run was over too early:\n{job.communicate()[1]}")

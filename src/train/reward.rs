@@ -5,7 +5,7 @@
 
 use crate::data::{entries, read_json};
 use crate::untrusted::sanitize_line;
-use crate::untrusted::subprocess::command_of;
+use crate::untrusted::subprocess::{command_of, wait};
 use crate::{Error, Result};
 use minijinja::Value;
 use regex::Regex;
@@ -267,10 +267,13 @@ impl Running {
                 timeout.as_secs_f64()
             )),
             Err(RecvTimeoutError::Disconnected) => {
-                let ended = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+                let ended = match wait(&mut self.child, timeout).map_err(|error| error.to_string())? {
+                    Some(status) => format!("it ended ({status})"),
+                    None => "it closed its standard output".to_owned(),
+                };
                 let last = self.complaints.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
                 let last = if last.is_empty() { last } else { format!(": {}", sanitize_line(&last)) };
-                Err(format!("it ended ({ended}){last}"))
+                Err(ended + &last)
             }
         }
     }
@@ -368,11 +371,12 @@ mod tests {
         for (body, problem) in [
             ("echo broken >&2; exit 3", "it ended (exit status: 3): broken"),
             ("sleep 60", "it wrote nothing for 1.5 s"),
+            ("exec >&-; exec sleep 60", "it closed its standard output"),
             ("echo good", "it wrote `good`, neither a finite number nor `none`"),
             ("echo nan", "it wrote `nan`, neither a finite number nor `none`"),
         ] {
             let command = script(folder.path(), &format!("case $line in *bad*) {body};; *) echo 2;; esac"));
-            let timeout = if body.starts_with("sleep") { Duration::from_millis(1500) } else { TIMEOUT };
+            let timeout = if body.contains("sleep") { Duration::from_millis(1500) } else { TIMEOUT };
             let score = |completions: &[&str], on_error| score_within(timeout, &command, completions, on_error);
             let error = score(&["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
             assert!(matches!(error, Error::Data { .. }), "{error:?}");

@@ -113,10 +113,10 @@ fn all_processes_end_together() {
 fn a_program_may_think_longer_than_the_others_wait_for_a_message() {
     let fixture = CliFixture::empty();
     fixture.write("prompts.jsonl", "{\"prompt\": \"1\"}\n{\"prompt\": \"2\"}\n".repeat(9));
-    fixture.write("score.sh", "sleep 5\nwhile read -r line; do echo ${#line}; done\n");
+    fixture.write("score.sh", "sleep 15\nwhile read -r line; do echo ${#line}; done\n");
     let mut run = fixture.command_of(&["--reward", "sh score.sh", "--processes", "2", "--steps", "1", "--plain"]);
     let more = "--data prompts.jsonl --objective grpo --num-generations 2 --max-completion-length 4 --seq-len 16";
-    let done = run.args(more.split(' ')).env("FINETUNE_MPI_TIMEOUT_S", "3").output().unwrap();
+    let done = run.args(more.split(' ')).env("FINETUNE_MPI_TIMEOUT_S", "12").output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 

@@ -22,6 +22,7 @@ mod trainer;
 mod verify;
 
 pub use bisect::{Bisection, GradientError, KeptLayers, KeptSites, RoundingCost, Site, SiteKind};
+pub(crate) use config::settings_at;
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Blocks;

@@ -3,7 +3,7 @@
 use crate::cli::run_lookup::RUNS_DIR;
 use crate::digest::read_at_most;
 use crate::settings::{Kind, Setting, in_digits, integer, number};
-use crate::train::{Config, ConfigLayers};
+use crate::train::{Config, ConfigLayers, settings_at};
 use crate::{Error, Result};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use std::collections::BTreeMap;
@@ -159,13 +159,13 @@ impl ConfigArgs {
             let Some((key, value)) = pair.split_once('=').filter(|(key, _)| !key.trim().is_empty()) else {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
             };
-            let key = key.trim();
-            if out[..flags].iter().any(|(flag, _)| flag == key) {
-                return Err(Error::config(key, "is set by its flag and by `--set`; set it only once"));
-            }
             // Anything that is not a TOML value is a string, so `--set data=a.txt` needs no quotes.
             let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
-            out.push((key.to_owned(), parsed.unwrap_or_else(|| value.into())));
+            let set = settings_at(key.trim(), parsed.unwrap_or_else(|| value.into()));
+            if let Some((key, _)) = set.iter().find(|(key, _)| out[..flags].iter().any(|(flag, _)| flag == key)) {
+                return Err(Error::config(key, "is set by its flag and by `--set`; set it only once"));
+            }
+            out.extend(set);
         }
         Ok(out)
     }

@@ -14,6 +14,7 @@ pub use crate::settings::Interval;
 use crate::settings::{Kind, number, settings, whole_number};
 use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
+pub(crate) use keys::settings_at;
 use keys::{check_keys, known, leaves, merge, nested, toml_message, value_at, value_error};
 pub use sections::ObjectiveSection;
 use sections::{
@@ -193,12 +194,7 @@ impl Config {
         let mut typed = toml::Table::new();
         for (key, value) in &layers.overrides {
             // Check keys before building a table, which a key of a thousand parts would nest too deeply.
-            let mut keys: Vec<String> =
-                value.as_table().map(leaves).into_iter().flatten().map(|(rest, _)| format!("{key}.{rest}")).collect();
-            if keys.is_empty() {
-                keys.push(key.clone());
-            }
-            check_keys(keys)?;
+            check_keys(settings_at(key, value.clone()).into_iter().map(|(key, _)| key))?;
             merge(&mut typed, nested(key, value.clone()));
         }
         merge_layer(&mut said, typed)?;

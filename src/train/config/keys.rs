@@ -28,6 +28,16 @@ pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
     out
 }
 
+/// The settings that `value` sets at `key`: every entry of a table, or `key` itself.
+pub(crate) fn settings_at(key: &str, value: toml::Value) -> Vec<(String, toml::Value)> {
+    match value.as_table().map(leaves) {
+        Some(set) if !set.is_empty() => {
+            set.into_iter().map(|(rest, value)| (format!("{key}.{rest}"), value.clone())).collect()
+        }
+        _ => vec![(key.to_owned(), value)],
+    }
+}
+
 pub(super) fn value_at<'a>(table: &'a toml::Table, key: &str) -> Option<&'a toml::Value> {
     match key.split_once('.') {
         None => table.get(key),

@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, is_run_or_step, is_step, name_of, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run_or_step, is_step, name_of, run_or_path};
 use crate::digest::read_at_most;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::{
@@ -78,16 +78,20 @@ pub(super) struct PruneArgs {
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let runs = &args.runs_dir.path;
-    let named = |path: &Path| run_or_path(path, runs, is_run_or_step);
-    let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
+    let existing = |path: PathBuf| {
+        let message = || format!("no run or folder with this name exists{}", did_you_mean(&path, runs));
+        if path.is_dir() { Ok(path) } else { Err(Error::checkpoint(&path, message())) }
+    };
+    let named = |path: &Path| existing(run_or_path(path, runs, is_run_or_step));
+    let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| existing(runs.clone()), named);
     let reporter = Reporter::of("reading checkpoints");
     let (lines, fine) = match &args.command {
-        CheckpointCommand::List { path, json: true } => (vec![json_listing(&some_or_all(path))?], true),
-        CheckpointCommand::List { path, .. } => (listing(&some_or_all(path))?, true),
-        CheckpointCommand::Show { path } => (description(&named(path))?, true),
-        CheckpointCommand::Verify { path } => verification(&some_or_all(path))?,
-        CheckpointCommand::Prune(args) => (prune(args, &named(&args.run))?, true),
-        CheckpointCommand::Diff { a, b } => difference(&named(a), &named(b))?,
+        CheckpointCommand::List { path, json: true } => (vec![json_listing(&some_or_all(path)?)?], true),
+        CheckpointCommand::List { path, .. } => (listing(&some_or_all(path)?)?, true),
+        CheckpointCommand::Show { path } => (description(&named(path)?)?, true),
+        CheckpointCommand::Verify { path } => verification(&some_or_all(path)?)?,
+        CheckpointCommand::Prune(args) => (prune(args, &named(&args.run)?)?, true),
+        CheckpointCommand::Diff { a, b } => difference(&named(a)?, &named(b)?)?,
     };
     drop(reporter);
     for line in lines {
@@ -96,21 +100,12 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn check_exists(path: &Path) -> Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
-    let message = "no run or folder with this name exists; `finetune runs` lists the runs";
-    Err(Error::checkpoint(path, message))
-}
-
 /// The run at `path`, or the runs in it.
 fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     let has_checkpoints = |path: &PathBuf| path.is_dir() && list(path).is_ok_and(|listed| !listed.is_empty());
     if has_checkpoints(&path.to_path_buf()) {
         return Ok(vec![path.to_path_buf()]);
     }
-    check_exists(path)?;
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
     runs.sort();
@@ -119,7 +114,6 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// The step folder itself, or the newest good one of a run.
 fn step(path: &Path) -> Result<PathBuf> {
-    check_exists(path)?;
     if is_step(path) { Ok(path.to_path_buf()) } else { Ok(latest_valid(path)?.checkpoint.path().to_path_buf()) }
 }
 
@@ -244,7 +238,6 @@ fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
 }
 
 fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
-    check_exists(path)?;
     if list(path)?.is_empty() {
         return Err(Error::checkpoint(path, "contains no checkpoint; use the folder of one run"));
     }

@@ -63,8 +63,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     }
     let asked = if args.plain { DisplayMode::Plain } else { DisplayMode::Dashboard };
     if Terminal::current().output(Some(asked)) == DisplayMode::Dashboard {
-        screen::watch(&logs, args.speed, args.scheme.theme(), !args.scheme.no_mouse)?;
-        Ok(())
+        screen::watch(&logs, args.speed, args.scheme.theme(), !args.scheme.no_mouse)
     } else if logs.len() > 1 {
         let message = "plain lines show one run; leave the others out, or let `finetune compare` print all of them";
         Err(Error::config("watch", message))

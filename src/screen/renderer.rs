@@ -28,8 +28,6 @@ pub enum Exit {
     Killed,
     /// Training panicked.
     TrainerPanicked,
-    /// The dashboard itself panicked; training continues.
-    Crashed,
 }
 
 /// News of the runs.
@@ -168,8 +166,8 @@ impl MessageSource for LiveSource<'_> {
 /// training on another one that feeds `source` and serves `commands` between two steps. `history` is the state of a
 /// resumed run.
 ///
-/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the result
-/// is [`Exit::Crashed`], and the run continues. [`Exit::Killed`] returns without waiting for training.
+/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the run
+/// continues. [`Exit::Killed`] returns without waiting for training.
 pub fn follow<W: Write>(
     writer: W,
     mut source: LiveSource<'_>,
@@ -183,7 +181,7 @@ pub fn follow<W: Write>(
     let exit = app.run(writer, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // A closed standard error is not a failure.
         let _ = writeln!(stderr(), "warning: no dashboard: {error}");
-        Exit::Crashed
+        Exit::Ended
     });
     let run = app.scene.live;
     if let Phase::Finished(finished) = &run.phase

@@ -2,7 +2,7 @@
 
 use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
-use super::renderer::{Exit, MessageSource, Playback, ScreenMessage, drive, wall_clock};
+use super::renderer::{MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
 use crate::store::checkpoint::is_in_use;
 use crate::telemetry::{Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records};
@@ -23,10 +23,10 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
 /// `speed`, replays it that many times as fast as it ran; without, follows the log from its end.
-pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
+pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<()> {
     let mut app = App::watching(logs);
     app.scene.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
-    app.run(stdout(), &mut LogSource::new(logs, speed), None, theme, mouse)
+    app.run(stdout(), &mut LogSource::new(logs, speed), None, theme, mouse).map(drop)
 }
 
 /// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that

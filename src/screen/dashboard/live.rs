@@ -48,7 +48,7 @@ impl App {
         let mut live = Live { app: self, screen, commands, ending, theme, began, drawn: None, changed: true };
         let driven = catch_unwind(AssertUnwindSafe(|| drive(source, &mut live)));
         drop(live);
-        driven.unwrap_or(Ok(Exit::Crashed))
+        driven.unwrap_or_else(|_| Err(Error::engine("the dashboard panicked")))
     }
 }
 

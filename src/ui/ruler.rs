@@ -63,9 +63,10 @@ impl Ruler {
     }
 
     fn counts(&self, histogram: &ExponentHistogram) -> Vec<u64> {
-        let mut counts = vec![0; self.cells as usize];
+        let mut counts = vec![0u64; self.cells as usize];
         for (exponent, count) in histogram.iter() {
-            counts[usize::from(self.cell(exponent))] += count;
+            let cell = &mut counts[usize::from(self.cell(exponent))];
+            *cell = cell.saturating_add(count);
         }
         counts
     }
@@ -219,5 +220,12 @@ mod tests {
             let ruler = Ruler::new(format, Some((-127, 127)), 0, 2, 5);
             assert_eq!(ruler.counts(&histogram).iter().sum::<u64>(), 255, "{format:?}");
         }
+    }
+
+    #[test]
+    fn counts_of_a_damaged_log_do_not_overflow() {
+        let histogram = ExponentHistogram::from_counts((-127..=127).chain([0]).map(|exponent| (exponent, u64::MAX)));
+        let ruler = Ruler::new(FloatFormat::FP32, Some((-127, 127)), 0, 2, 5);
+        assert_eq!((histogram.total(), ruler.counts(&histogram).iter().max()), (u64::MAX, Some(&u64::MAX)));
     }
 }

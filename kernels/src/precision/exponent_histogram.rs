@@ -56,7 +56,8 @@ impl ExponentHistogram {
 
     /// Adds `count` values to the binade `exponent`, clamped to the range.
     pub fn add(&mut self, exponent: i32, count: u64) {
-        self.binades[(exponent.clamp(Self::LOWEST, Self::HIGHEST) - Self::LOWEST) as usize] += count;
+        let binade = &mut self.binades[(exponent.clamp(Self::LOWEST, Self::HIGHEST) - Self::LOWEST) as usize];
+        *binade = binade.saturating_add(count);
     }
 
     /// Replaces the counts of binades by those of FP32's exponent fields, from the lowest.
@@ -98,12 +99,12 @@ impl ExponentHistogram {
 
     /// Number of finite values other than zero.
     pub fn finite_nonzero(&self) -> u64 {
-        self.binades.iter().sum()
+        self.binades.iter().copied().fold(0, u64::saturating_add)
     }
 
     /// Number of all values.
     pub fn total(&self) -> u64 {
-        self.finite_nonzero() + self.zero + self.inf + self.nan
+        [self.zero, self.inf, self.nan].into_iter().fold(self.finite_nonzero(), u64::saturating_add)
     }
 
     /// log2 of the magnitude that `share` of the finite non-zero values are below, interpolated within a binade; `None` if
@@ -135,8 +136,8 @@ impl ExponentHistogram {
 
     fn share(&self, belongs: impl Fn(i32) -> bool) -> f64 {
         let all = self.finite_nonzero();
-        let part: u64 = self.iter().filter(|(exponent, _)| belongs(*exponent)).map(|(_, count)| count).sum();
-        if all == 0 { 0.0 } else { part as f64 / all as f64 }
+        let part: f64 = self.iter().filter(|(exponent, _)| belongs(*exponent)).map(|(_, count)| count as f64).sum();
+        if all == 0 { 0.0 } else { part / all as f64 }
     }
 }
 

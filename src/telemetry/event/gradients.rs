@@ -56,7 +56,7 @@ impl GradStats {
 
     /// Elements that are infinite or NaN.
     pub fn not_finite(&self) -> u64 {
-        self.inf + self.nan
+        self.inf.saturating_add(self.nan)
     }
 }
 

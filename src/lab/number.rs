@@ -13,14 +13,14 @@ pub(crate) fn parse_value(text: &str) -> Result<f64, String> {
     if text.starts_with("0x") {
         return Err(unreadable(text, "a pattern needs its format, such as `fp16:0x3c00`"));
     }
-    let mut sum = None;
-    for term in terms(text) {
-        let value = parse_term(&term).ok_or_else(|| {
-            unreadable(text, "write a number such as `1e-8`, `pi`, `2^-24`, `1 + 2^-11` or `fp16:0x3c00`")
-        })?;
-        sum = Some(sum.map_or(value, |sum: f64| sum + value));
+    let sum = terms(text).iter().map(|term| parse_term(term)).sum::<Option<f64>>().ok_or_else(|| {
+        unreadable(text, "write a number such as `1e-8`, `pi`, `2^-24`, `1 + 2^-11` or `fp16:0x3c00`")
+    })?;
+    let lower = text.to_ascii_lowercase();
+    if !sum.is_finite() && !["inf", "∞", "nan"].iter().any(|name| lower.contains(name)) {
+        return Err(unreadable(text, "a magnitude exceeds 1.79e308, the largest that the lab computes with"));
     }
-    sum.ok_or_else(|| unreadable(text, "write a number such as `1e-8`, `2^-24` or `pi`"))
+    Ok(sum)
 }
 
 fn unreadable(text: &str, advice: &str) -> String {
@@ -204,6 +204,9 @@ mod tests {
         {
             let error = parse_value(text).unwrap_err();
             assert!(error.contains('`'), "{text}: {error}");
+        }
+        for text in ["1e999", "-2^1024", "1e200*1e200", "1e308 + 1e308", "1e999 - 1e999"] {
+            assert!(parse_value(text).unwrap_err().contains("exceeds"), "{text}");
         }
     }
 

@@ -218,13 +218,17 @@ pub fn main() -> ExitCode {
                     error.remove(guess);
                 }
             }
-            // clap chooses the stream; ignore a closed one.
-            error.print().ok();
+            // clap chooses the stream.
+            let printed = error.print();
             processes::finalize();
             if let Some(suggestion) = suggestion {
                 writeln!(stderr(), "\n  tip: {suggestion}").ok();
             }
-            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+            return if error.use_stderr() {
+                ExitCode::from(2)
+            } else {
+                exit_code(done(printed.map_err(Error::stdout)))
+            };
         }
     };
     let done = group.and_then(|group| dispatch(cli, &group));
@@ -232,7 +236,12 @@ pub fn main() -> ExitCode {
         processes::abort_with(&error.to_string(), error.exit_code());
     }
     processes::finalize();
-    match done {
+    exit_code(done)
+}
+
+/// The exit code of a command's result, whose error it prints.
+fn exit_code(result: Result<ExitCode>) -> ExitCode {
+    match result {
         Ok(code) => code,
         // The reader closed the pipe, as in `finetune man | head`.
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,

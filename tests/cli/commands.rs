@@ -51,6 +51,18 @@ fn processes_that_tokenize_the_same_text_at_once_share_one_cache() {
     assert!((1..6).all(|index| losses(&format!("r{index}")) == losses("r0")));
 }
 
+/// `--help` and `--version` are printed before any command is parsed.
+#[test]
+fn a_full_disk_is_a_failure() {
+    for line in ["--help", "--version", "man", "config"] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = CliFixture::empty().command(line).stdout(full).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{line}: {message}");
+        assert!(message.contains("cannot write to `standard output`: No space left"), "{line}: {message}");
+    }
+}
+
 #[test]
 fn standard_input_is_a_text_like_any_other() {
     let fixture = CliFixture::new();

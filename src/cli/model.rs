@@ -8,12 +8,13 @@ use crate::engine::kernels::KernelBackend;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
+use crate::store::is_gguf;
 use crate::train::{check_misspelling, check_threads, locate};
 use crate::untrusted;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// The flags that select a model.
@@ -22,7 +23,7 @@ pub(super) struct ModelSourceArgs {
     /// A run by name or folder, a checkpoint in it, a Hugging Face folder, a .gguf file, or one of these on the Hub:
     /// `owner/name`, `hf://owner/name/file.gguf`
     #[arg(value_name = "MODEL")]
-    name: String,
+    name: PathBuf,
     #[command(flatten)]
     runs_dir: RunsDirArgs,
     /// Use the run's checkpoint with the lowest validation loss instead of the newest one
@@ -46,23 +47,24 @@ impl ModelSourceArgs {
     /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped. The reporter
     /// shows the command's activity until it is dropped.
     pub(super) fn open(&self) -> Result<(TrainedModel, Reporter)> {
-        if self.name == "tiny" {
+        let name = &*self.name.to_string_lossy();
+        if name == "tiny" {
             let message = "the built-in model has no pretrained weights; train it, and use the run's name or folder";
             return Err(Error::model("`tiny`", message));
         }
         let reporter = Reporter::of("reading the model");
-        let named = run_or_path(Path::new(&self.name), &self.runs_dir.path, is_model);
-        if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
-            check_misspelling(&self.name, names_in(&self.runs_dir.path))?;
+        let found = run_or_path(&self.name, &self.runs_dir.path, is_model);
+        if !found.exists() && self.revision.is_none() {
+            check_misspelling(name, names_in(&self.runs_dir.path))?;
         }
-        let folder = if self.revision.is_none() && named != Path::new(&self.name) {
-            named
+        let folder = if self.revision.is_none() && (found.is_dir() || is_gguf(&found)) {
+            found
         } else {
-            locate(&self.name, self.revision.as_deref(), &mut |event| reporter.report(event))?.path
+            locate(name, self.revision.as_deref(), &mut |event| reporter.report(event))?.path
         };
         let folder = if self.best {
             if !is_run(&folder) {
-                return Err(Error::config("--best", format!("`{}` is not a run; omit the flag", self.name)));
+                return Err(Error::config("--best", format!("`{name}` is not a run; omit the flag")));
             }
             best(&folder)?
         } else {

@@ -42,7 +42,7 @@ enum RunsCommand {
     Delete {
         /// Names of runs
         #[arg(value_name = "RUN", required = true)]
-        runs: Vec<String>,
+        runs: Vec<PathBuf>,
         /// Delete without a prompt
         #[arg(long, short)]
         yes: bool,
@@ -178,15 +178,14 @@ fn date(milliseconds: u64) -> String {
 }
 
 /// The folder of the run called `name`, which must be inside `folder`.
-fn find(folder: &Path, name: &str) -> Result<PathBuf> {
+fn find(folder: &Path, name: &Path) -> Result<PathBuf> {
     let path = folder.join(name);
-    let is_name = Path::new(name).file_name() == Some(name.as_ref());
-    if is_name && is_run(&path) {
+    if name.file_name() == Some(name.as_os_str()) && is_run(&path) {
         return Ok(path);
     }
-    let near = did_you_mean(Path::new(name), folder);
+    let near = did_you_mean(name, folder);
     let message = format!("no run with this name exists in `{}`{near}", folder.display());
-    Err(Error::config(format!("`{name}`"), message))
+    Err(Error::config(format!("`{}`", name.display()), message))
 }
 
 fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {

@@ -9,8 +9,10 @@ use finetune::data::grammar;
 use finetune::store::checkpoint::{CheckpointKind, by_loss, list};
 use finetune::telemetry::Event;
 use serde_json::Value;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::Write as _;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
 
@@ -49,6 +51,20 @@ fn processes_that_tokenize_the_same_text_at_once_share_one_cache() {
     let losses = |run: &str| fixture.steps(run).iter().map(|step| step.loss.to_bits()).collect::<Vec<_>>();
     assert_eq!(losses("r0").len(), 2);
     assert!((1..6).all(|index| losses(&format!("r{index}")) == losses("r0")));
+}
+
+#[test]
+fn paths_may_have_any_bytes() {
+    let fixture = CliFixture::new();
+    let name = OsStr::from_bytes(b"caf\xE9");
+    fs::rename(fixture.path("model"), fixture.path(name)).unwrap();
+    let run = fixture.path("checkpoints").join(name);
+    fs::create_dir_all(&run).unwrap();
+    fs::write(run.join("config.toml"), "").unwrap();
+    for line in ["eval --data text.txt", "runs delete --yes"] {
+        text(fixture.command(line).arg(name).output().unwrap(), line);
+    }
+    assert!(!run.exists());
 }
 
 /// `--help` and `--version` are printed before any command is parsed.

@@ -23,10 +23,10 @@ pub(crate) struct SoftmaxRow {
     pub(crate) exp_until: f64,
     /// The smallest number of the format with a non-zero exp.
     pub(crate) exp_from: f64,
-    /// The largest weight by the formula `exp(x) / Σ exp`, with every operation rounded.
+    /// The weight of the logit by the formula `exp(x) / Σ exp`, with every operation rounded.
     #[serde(serialize_with = "serialize")]
     pub(crate) plain: f64,
-    /// The largest weight, with the largest logit subtracted first.
+    /// The weight of the logit, with the largest of all subtracted first.
     #[serde(serialize_with = "serialize")]
     pub(crate) shifted: f64,
     /// The weight of each of the other tokens, shifted.
@@ -60,11 +60,10 @@ impl Softmax {
         Self { logit, length, position, formats }
     }
 
-    /// The true weights of the largest logit and of each other token.
+    /// The true weights of the logit and of each other token.
     fn exact(&self) -> (f64, f64) {
         let others = (self.length - 1) as f64;
-        let sum = 1.0 + others * (-self.logit).exp();
-        (1.0 / sum, (-self.logit).exp() / sum)
+        (1.0 / (1.0 + others * (-self.logit).exp()), 1.0 / (self.logit.exp() + others))
     }
 
     pub(crate) fn page(&self, width: usize) -> Page {
@@ -96,7 +95,7 @@ impl Softmax {
         ];
         page.table(&self.formats, columns);
         page.gap();
-        let text = "Shifted: exp(x − max x), which no logit overflows; each column rounds after every operation. \
+        let text = "Shifted: exp(x − max x), which no finite logit overflows; each column rounds after every operation. \
                     Positions count in steps of the format's spacing, so beyond the last column neighbouring positions have the same angle.";
         page.wrapped(Role::Dim, text, width);
         page
@@ -121,8 +120,9 @@ impl SoftmaxRow {
         };
         let logit = round(logit);
         let plain = round(exp(logit) / sum(exp(logit), exp(0.0)));
-        let first = exp(0.0);
-        let other = exp(round(-logit));
+        let max = logit.max(0.0);
+        let first = exp(logit - max);
+        let other = exp(-max);
         let total = sum(first, other);
         let stored = round(position);
         let sine = round(stored.sin());
@@ -169,6 +169,17 @@ mod tests {
         assert!(fp16.plain.is_nan() && fp16.total.is_infinite() && fp16.shifted > 0.9);
         let bf16 = row(&Softmax::new(12.0, 16, 4095.0), "BF16");
         assert!(bf16.plain.is_finite() && (88.0..89.0).contains(&bf16.exp_until));
+    }
+
+    /// Above 65520 FP16 stores infinity, and ∞ − ∞ is NaN. Below 0 the other logits are the largest.
+    #[test]
+    fn the_largest_logit_is_subtracted() {
+        let shifted = |logit| row(&Softmax::new(logit, 16, 0.0), "FP16").shifted;
+        assert!(shifted(70_000.0).is_nan() && shifted(65_000.0) == 1.0);
+        let low = Softmax::new(-20.0, 16, 0.0);
+        assert_eq!((row(&low, "FP16").shifted, row(&low, "FP16").other), (0.0, FloatFormat::FP16.round(1.0 / 15.0)));
+        assert!((low.exact().0 * 15.0 / (-20f64).exp() - 1.0).abs() < 1e-9);
+        assert_eq!(Softmax::new(-1000.0, 16, 0.0).exact(), (0.0, 1.0 / 15.0));
     }
 
     #[test]

@@ -131,29 +131,32 @@ impl Recipe {
         Self::ALL[self as usize].2.filter(|_| self != Self::Qlora || !spec.quantized.is_empty())
     }
 
-    /// The engine's settings for this recipe: the model with its adapters, checkpointing, and the optimizer.
-    fn setting(self, spec: &ModelSpec, rank: usize) -> Result<(ModelSpec, Checkpointing, OptimizerKind)> {
-        let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { Checkpointing::None };
+    /// This engine's memory; `None` if it does not support the recipe for the model.
+    fn engine(self, spec: &ModelSpec, setup: TrainSetup<'_>) -> Result<Option<Vec<MemoryItem>>> {
+        let Some(policy) = self.policy_for(spec) else { return Ok(None) };
+        let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { setup.keep };
         let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
-        let lora = || -> Result<Lora> {
-            let targets = Lora::targets(spec, &[ALL_LINEAR])?;
-            let saved = BTreeSet::new();
-            Ok(Lora {
-                r: rank,
-                alpha: rank as f64,
-                dropout: 0.0,
-                rslora: false,
-                dora: false,
-                targets,
-                modules_to_save: saved,
-            })
+        TrainSetup { keep, ..setup }.engine(&self.model(spec, setup.rank)?, policy, kind).map(Some)
+    }
+
+    /// The model as the recipe trains it: with its adapters, and quantized only for QLoRA.
+    fn model(self, spec: &ModelSpec, rank: usize) -> Result<ModelSpec> {
+        let adapters = |targets| Lora {
+            r: rank,
+            alpha: rank as f64,
+            dropout: 0.0,
+            rslora: false,
+            dora: false,
+            targets,
+            modules_to_save: BTreeSet::new(),
         };
-        let lora = matches!(self, Self::Lora | Self::Qlora).then(lora).transpose()?;
+        let is_adapted = matches!(self, Self::Lora | Self::Qlora);
+        let lora = is_adapted.then(|| Lora::targets(spec, &[ALL_LINEAR]).map(adapters)).transpose()?;
         let mut spec = ModelSpec { lora, ..spec.clone() };
         if self != Self::Qlora {
             spec.quantized.clear();
         }
-        Ok((spec, keep, kind))
+        Ok(spec)
     }
 }
 
@@ -202,18 +205,13 @@ impl TrainSetup<'_> {
     }
 }
 
-impl MemoryPlan {
-    pub(crate) fn new(model: &str, spec: &ModelSpec, setup: TrainSetup<'_>) -> Result<Self> {
-        let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
-        let engine = |recipe: Recipe, policy, batch| -> Result<Vec<MemoryItem>> {
-            let (spec, recipe_keep, kind) = recipe.setting(spec, rank)?;
-            let keep = if recipe_keep == Checkpointing::PerBlock { recipe_keep } else { keep };
-            TrainSetup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&spec, policy, kind)
-        };
-        let adapters = Recipe::Lora.setting(spec, rank)?.0.trained_count();
-        let textbook = |recipe, batch| {
+impl BatchPlan {
+    fn new(recipe: Recipe, spec: &ModelSpec, setup: TrainSetup<'_>, adapters: u64) -> Result<Self> {
+        let TrainSetup { shape: [batch, seq_len, grad_accum], budget, .. } = setup;
+        let engine = |batch| recipe.engine(spec, TrainSetup { shape: [batch, seq_len, grad_accum], ..setup });
+        let textbook = |batch| {
             let mut items = textbook(spec, recipe, [batch, seq_len], adapters);
-            items.push(MemoryItem { group: MemoryCategory::Process, bytes: process });
+            items.push(MemoryItem { group: MemoryCategory::Process, bytes: setup.process });
             items
         };
         let left = |items: &[MemoryItem]| {
@@ -221,23 +219,27 @@ impl MemoryPlan {
             let left = i128::from(budget?) - fixed.map(i128::from).sum::<i128>();
             Some(i64::try_from(left).unwrap_or(i64::MIN))
         };
-        let plan = |recipe: Recipe| -> Result<BatchPlan> {
-            // A batch whose size cannot be computed does not fit.
-            let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
-            let policy = recipe.policy_for(spec);
-            let ours = policy.map(|policy| engine(recipe, policy, batch)).transpose()?;
-            let theirs = textbook(recipe, batch);
-            Ok(BatchPlan {
-                recipe,
-                for_activations: (ours.as_deref().and_then(left), left(&theirs)),
-                engine: ours,
-                textbook: theirs,
-                largest_batch: (
-                    budget.zip(policy).and_then(|(all, policy)| largest_batch(all, |batch| bytes(policy, batch))),
-                    budget.and_then(|all| largest_batch(all, |batch| total(&textbook(recipe, batch)))),
-                ),
-            })
-        };
+        // A batch whose size cannot be computed does not fit.
+        let bytes = |batch| engine(batch).ok().flatten().map_or(u64::MAX, |items| total(&items));
+        let (ours, theirs) = (engine(batch)?, textbook(batch));
+        Ok(Self {
+            recipe,
+            for_activations: (ours.as_deref().and_then(left), left(&theirs)),
+            largest_batch: (
+                budget.filter(|_| ours.is_some()).and_then(|all| largest_batch(all, bytes)),
+                budget.and_then(|all| largest_batch(all, |batch| total(&textbook(batch)))),
+            ),
+            engine: ours,
+            textbook: theirs,
+        })
+    }
+}
+
+impl MemoryPlan {
+    pub(crate) fn new(model: &str, spec: &ModelSpec, setup: TrainSetup<'_>) -> Result<Self> {
+        let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, .. } = setup;
+        let adapters = Recipe::Lora.model(spec, rank)?.trained_count();
+        let plans = Recipe::ALL.into_iter().map(|(recipe, ..)| BatchPlan::new(recipe, spec, setup, adapters));
         // Keys and values of every layer and token.
         let shape = [2, spec.num_layers, spec.kv_heads, spec.head_dim, batch, seq_len];
         let cached = |bytes: u64| shape.iter().fold(bytes, |bytes, dim| bytes.saturating_mul(*dim as u64));
@@ -249,7 +251,7 @@ impl MemoryPlan {
             grad_accum,
             processes: setup.layout.world_size,
             budget,
-            plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
+            plans: plans.collect::<Result<_>>()?,
             rank,
             adapters,
             kv_cache: vec![("FP32", cached(4)), ("FP16 or BF16", cached(2)), ("FP8 or INT8", cached(1))],
@@ -624,6 +626,24 @@ mod tests {
         };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
+    }
+
+    /// A plan that takes the whole budget fits; one with nothing left for activations has no room.
+    #[test]
+    fn the_budget_decides_marks_and_colours() {
+        let items = distilgpt2(None).plans[0].engine.clone().unwrap();
+        let activations = items.iter().find(|item| item.group == MemoryCategory::Activations).unwrap().bytes;
+        let roles = |budget| {
+            let page = distilgpt2(Some(budget)).page(80);
+            let begins = |line: &&Line, label| line.spans.first().is_some_and(|span| span.text.trim_end() == label);
+            let line = |label| page.lines.iter().find(|line| begins(line, label)).unwrap();
+            let (bar, row) = (line("FP32"), line("FP32 (ours)"));
+            (bar.spans[1].role, bar.spans[3].text.clone(), row.spans[2].role, row.spans[3].role)
+        };
+        let need = total(&items);
+        assert_eq!(roles(need), (Role::Good, "   ".to_owned(), Role::Good, Role::Text));
+        assert_eq!(roles(need - 1), (Role::Bad, " ✕ ".to_owned(), Role::Bad, Role::Text));
+        assert_eq!([1, 0].map(|left| roles(need - activations + left).3), [Role::Text, Role::Bad]);
     }
 
     #[test]

@@ -1,21 +1,22 @@
 //! The interactive lab: one tab per view, with adjustable parameters and the view's page below.
 //!
-//! A tab shows what `finetune lab VIEW` prints for the same parameters. State (`state`), keys (`keys`) and drawing (`view`) are
+//! A tab shows what `finetune lab VIEW` prints for the same parameters. Parameters (`parameters`), state (`state`), keys (`keys`) and drawing (`view`) are
 //! separate, so that tests can drive everything except the terminal.
 
 #[cfg(test)]
 pub(crate) mod key_tests;
 mod keys;
+mod parameters;
 mod state;
 mod view;
 
 use crate::screen::terminal::{Screen, ShutdownFlag};
 use crate::ui::{Page, Theme};
 use crate::{Error, Result};
+pub(crate) use parameters::{Adjust, Control, Controls, Field, to_args};
 use ratatui::crossterm::event::{Event, KeyEventKind};
 use state::LabState;
-pub(crate) use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
-pub(crate) use state::{choose, to_args};
+pub(crate) use state::{LabTab, Scenario, ViewKey, choose};
 use std::io::{self, stdout};
 use std::time::Duration;
 

@@ -1,7 +1,8 @@
 //! Presses every key in a view's help, and reports keys that do not work as described.
 
 use super::keys::{KEYS, LabAction};
-use super::state::{Adjust, LabState, LabTab};
+use super::parameters::Adjust;
+use super::state::{LabState, LabTab};
 use super::{Evaluate, view};
 use crate::lab::parse_value;
 use crate::screen::terminal::Binding;

@@ -2,11 +2,10 @@
 
 use super::Evaluate;
 use super::keys::{KEYS, LabAction};
-use crate::lab::parse_value;
+use super::parameters::{Adjust, Controls, Field, name};
 use crate::screen::terminal::keys::{action, is_ctrl_c, is_plain};
 use crate::ui::{Line, Page, Role};
-use clap::builder::ArgExt;
-use clap::{Arg, ArgAction, Command};
+use clap::{Arg, ArgAction};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use std::ops::ControlFlow;
 
@@ -101,159 +100,6 @@ impl LabTab {
     }
 }
 
-/// A parameter; an empty value omits its flag.
-#[derive(Debug, Clone)]
-pub(crate) struct Field {
-    /// The flag's name without dashes, or the argument's.
-    pub(crate) flag: &'static str,
-    pub(crate) value: String,
-    /// The initial value.
-    first: String,
-    /// How the arrow keys change it.
-    pub(super) control: Control,
-    /// Whether its value was chosen: by a key, by typing, or by a scenario.
-    chosen: bool,
-}
-
-/// The look of an argument on the screen, attached to its definition for the command line.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Control {
-    pub(super) adjust: Adjust,
-    /// The initial value, if it is not the argument's default.
-    start: Option<&'static str>,
-    /// The least and the greatest value that keys reach.
-    ends: (f64, f64),
-    /// Whether a run has a value for it, which counts until another one is chosen.
-    from_run: bool,
-    /// Whether it is shown only on demand.
-    rare: bool,
-}
-
-/// Several parameters for one argument: `key=value` pairs, or values of a flag that can be repeated.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Controls(pub &'static [(&'static str, Control)]);
-
-impl ArgExt for Control {}
-impl ArgExt for Controls {}
-
-/// How the arrow keys change a value.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Adjust {
-    /// Not at all: it must be typed.
-    Typed,
-    /// To the next or previous of these.
-    Among(&'static [&'static str]),
-    /// Doubles and halves, at least 1; an empty value starts at this.
-    Double(u32),
-    /// By 1, or 10 for coarse steps; an empty value starts at this.
-    Count(i32),
-    /// Doubles and halves, keeping the sign; fine steps change the second digit by 1.
-    Scale,
-    /// By this step, or ten times it for coarse steps.
-    By(f64),
-}
-
-impl From<Adjust> for Control {
-    fn from(adjust: Adjust) -> Self {
-        Self::new(adjust)
-    }
-}
-
-impl Control {
-    /// A parameter that starts at the argument's default, without ends.
-    pub(crate) const fn new(adjust: Adjust) -> Self {
-        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false, rare: false }
-    }
-
-    #[must_use]
-    pub(crate) const fn start(self, value: &'static str) -> Self {
-        Self { start: Some(value), ..self }
-    }
-
-    /// Makes keys stop at these values.
-    #[must_use]
-    pub(crate) const fn within(self, least: f64, greatest: f64) -> Self {
-        Self { ends: (least, greatest), ..self }
-    }
-
-    /// Shows the parameter only on demand.
-    #[must_use]
-    pub(crate) const fn rare(self) -> Self {
-        Self { rare: true, ..self }
-    }
-
-    /// Starts at `value`, or at a run's.
-    #[must_use]
-    pub(crate) const fn start_from_run(self, value: &'static str) -> Self {
-        Self { from_run: true, ..self.start(value) }
-    }
-}
-
-impl Field {
-    /// A parameter at its initial value.
-    pub(crate) fn new(flag: &'static str, value: &str, control: impl Into<Control>) -> Self {
-        let control = control.into();
-        let first = control.start.unwrap_or(value).to_owned();
-        Self { flag, value: first.clone(), first, control, chosen: false }
-    }
-
-    /// The parameters of an argument; none if it is not on the screen.
-    pub(crate) fn of(arg: &'static Arg) -> Vec<Self> {
-        let default = arg.get_default_values().first().and_then(|value| value.to_str()).unwrap_or_default();
-        let one = arg.get::<Control>().map(|control| Self::new(name(arg), default, *control));
-        let parts = arg.get::<Controls>().map_or(&[][..], |controls| controls.0);
-        one.into_iter().chain(parts.iter().map(|(name, control)| Self::new(name, "", *control))).collect()
-    }
-
-    /// Changes the value; `other` selects the other step: fine for values, coarse for counts.
-    fn step(&mut self, up: bool, other: bool) {
-        self.chosen = true;
-        let sign = if up { 1.0 } else { -1.0 };
-        self.value = match self.control.adjust {
-            Adjust::Typed => return,
-            Adjust::Among(values) => {
-                let at = values.iter().position(|value| *value == self.value);
-                let next = match at {
-                    Some(at) if up => (at + 1) % values.len(),
-                    Some(at) => (at + values.len() - 1) % values.len(),
-                    None => 0,
-                };
-                values[next].to_owned()
-            }
-            Adjust::Double(first) => match self.value.parse::<u32>() {
-                Ok(value) if up => value.saturating_mul(2).to_string(),
-                Ok(value) => (value / 2).max(1).to_string(),
-                Err(_) => first.to_string(),
-            },
-            Adjust::Count(first) => match self.value.parse::<i32>() {
-                Ok(value) => value.saturating_add(sign as i32 * if other { 10 } else { 1 }).to_string(),
-                Err(_) => first.to_string(),
-            },
-            Adjust::Scale => match parse_value(&self.value) {
-                Ok(value) if other && value != 0.0 => {
-                    let unit = 10f64.powf(value.abs().log10().floor() - 1.0);
-                    format_number(((value / unit).round() + sign) * unit)
-                }
-                Ok(value) => format_number(value * if up { 2.0 } else { 0.5 }),
-                Err(_) => return,
-            },
-            Adjust::By(step) => match parse_value(&self.value) {
-                Ok(value) => format_number(value + sign * step * if other { 10.0 } else { 1.0 }),
-                Err(_) => format_number(step),
-            },
-        };
-        let (least, greatest) = self.control.ends;
-        if let Some(value) = parse_value(&self.value).ok().filter(|value| !(least..=greatest).contains(value)) {
-            self.value = format_number(value.clamp(least, greatest));
-        }
-    }
-}
-
-/// A flag without dashes, or an argument's name.
-fn name(arg: &Arg) -> &str {
-    arg.get_long().unwrap_or(arg.get_id().as_str())
-}
-
 /// Sets the parameters of `arg` to the values that were typed for it.
 pub(crate) fn choose(lab_tab: &mut LabTab, arg: &Arg, values: &[String]) {
     match (arg.get::<Controls>(), arg.get_action()) {
@@ -267,38 +113,6 @@ pub(crate) fn choose(lab_tab: &mut LabTab, arg: &Arg, values: &[String]) {
         (None, ArgAction::SetTrue) => lab_tab.choose(name(arg), "yes"),
         (None, _) => lab_tab.choose(name(arg), &values.join(",")),
     }
-}
-
-/// The words that would be typed on the command line for the values of `view`'s parameters.
-pub(crate) fn to_args(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
-    let value = |name: &str| fields.iter().find(|(flag, _)| *flag == name).map(|(_, value)| *value);
-    let mut typed = vec![view.get_name().to_owned()];
-    for arg in view.get_arguments() {
-        let repeated = matches!(arg.get_action(), ArgAction::Append);
-        if let Some(Controls(parts)) = arg.get::<Controls>() {
-            let parts = parts.iter().filter_map(|(name, _)| Some((name, value(name)?)));
-            if repeated {
-                typed.extend(parts.map(|(_, value)| format!("--{}={value}", name(arg))));
-            } else {
-                let pairs: Vec<_> = parts.map(|(name, value)| format!("{name}={value}")).collect();
-                typed.push(format!("--{}={}", name(arg), pairs.join(",")));
-            }
-        } else if let Some(value) = value(name(arg)) {
-            match arg.get_action() {
-                ArgAction::SetTrue => typed.push(format!("--{}", name(arg))),
-                _ if !arg.is_positional() => typed.push(format!("--{}={value}", name(arg))),
-                _ if repeated => typed.extend(value.split(',').map(str::to_owned)),
-                _ => typed.push(value.to_owned()),
-            }
-        }
-    }
-    typed
-}
-
-/// A value with at most twelve significant digits, so that decimal steps stay exact in decimal.
-fn format_number(value: f64) -> String {
-    let rounded = format!("{value:.11e}").parse().unwrap_or(value);
-    if (1e-4..1e12).contains(&value.abs()) || value == 0.0 { format!("{rounded}") } else { format!("{rounded:e}") }
 }
 
 #[derive(Debug, Default)]
@@ -523,6 +337,7 @@ impl LabState {
 mod tests {
     use super::*;
     use crate::Error;
+    use crate::lab::screen::Control;
 
     fn state() -> LabState {
         let fields = vec![
@@ -614,6 +429,52 @@ mod tests {
         assert!(press(&mut state, &[Char('q')]).is_break());
         state.typed = Some(String::new());
         assert!(state.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
+    }
+
+    #[test]
+    fn a_view_plays_until_its_end_a_pause_or_another_tab() {
+        use KeyCode::{Char, Tab};
+        let ends: fn(&mut LabTab) -> bool = |lab_tab| {
+            let steps: u32 = lab_tab.value("steps").parse().unwrap();
+            lab_tab.set("steps", (steps + 1).to_string());
+            steps < 21
+        };
+        let mut state = state();
+        state.lab_tabs[0].play = Some(ends);
+        assert!(!state.tick() && press(&mut state, &[Char(' ')]).is_continue());
+        assert_eq!([state.tick(), state.tick(), state.tick()], [true, true, false]);
+        assert_eq!(state.current_tab().value("steps"), "22");
+        for key in [Char(' '), Tab] {
+            assert!(press(&mut state, &[Char(' '), key]).is_continue());
+            assert!(!state.playing && !state.tick());
+        }
+    }
+
+    #[test]
+    fn a_page_scrolls_by_ten_lines_until_its_values_change() {
+        use KeyCode::{Char, Enter, PageDown, PageUp};
+        let mut state = state();
+        assert!(press(&mut state, &[PageUp, PageDown, PageDown, PageUp]).is_continue());
+        assert_eq!(state.scroll, 10);
+        assert!(press(&mut state, &[Char('5'), Enter]).is_continue());
+        assert_eq!(state.scroll, 0);
+    }
+
+    #[test]
+    fn an_invalid_value_keeps_the_page_while_it_is_typed() {
+        use KeyCode::{Char, Enter};
+        let mut state = state();
+        let mut evaluate = |_: &str, values: &[(&str, &str)], _| {
+            let format = values[0].1;
+            let mut page = Page::new();
+            page.title(format);
+            if format == "5x" { Err(Error::config("format", "unknown")) } else { Ok(page) }
+        };
+        for (key, shown) in [(Char('5'), "5"), (Char('x'), "5"), (Enter, "cannot show")] {
+            assert!(press(&mut state, &[key]).is_continue());
+            state.evaluate(80, &mut evaluate);
+            assert!(state.page.text().contains(shown), "{}", state.page.text());
+        }
     }
 
     /// With a run, a parameter that the run determines has the run's value until another value is chosen.

@@ -1,7 +1,8 @@
 //! Draws the screen: tabs, parameters, the page, the keys.
 
 use super::keys::KEYS;
-use super::state::{Field, LabState, LabTab};
+use super::parameters::Field;
+use super::state::{LabState, LabTab};
 use crate::screen::terminal::keys::{self, GAPS};
 use crate::ui::{Canvas, Line, Page, Role, Theme};
 use ratatui::Frame;

@@ -3,6 +3,7 @@
 use super::*;
 use crate::screen::picture::{ImageFormat, picture as picture_file};
 use crate::telemetry::SampleText;
+use crate::ui::format;
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
 
@@ -65,6 +66,32 @@ fn the_note_on_loss_scales_fits() {
     let (step, ..) = view.scene.run().grads.as_ref().unwrap();
     let shown = picture(&view, COMPACT);
     assert!(shown.contains(&format!("of the gradients that FP16 kept at step {step} ")), "{shown}");
+}
+
+/// Before the first probe, the table is of the gradients themselves: at the current scale, the shares of its row are theirs.
+#[test]
+fn the_precision_tab_without_a_probe_is_of_the_stored_gradients() {
+    let mut view = after(Invented::default(), 900);
+    let (step, scale, stats) = view.scene.run().grads.clone().unwrap();
+    let exponent = |value: f32| value.log2().floor() as i32;
+    let scale = exponent(scale);
+    let [min, max] = [stats.min_abs.unwrap(), stats.max_abs].map(exponent);
+    let layers: Vec<_> = view.scene.run().layers().iter().filter_map(|layer| layer.min_abs).map(exponent).collect();
+    assert!(scale > 0 && !layers.is_empty());
+    for (key, shift, title) in [("2", 0, "(after loss scaling)"), ("u", scale, "(true magnitudes)")] {
+        press(&mut view, key);
+        let shown = picture(&view, FULL);
+        assert!(shown.contains(title) && shown.contains("no FP32 probe yet: press p"), "{shown}");
+        let line = shown.lines().find(|line| line.contains(&format!("step {step}, scale 2^{scale}: zero "))).unwrap();
+        assert!(line.contains(&format!("  2^{} to 2^{} ", min - shift, max - shift)), "{line}");
+        let row = shown.lines().find(|line| line.contains("▸ now")).unwrap();
+        let nonzero = stats.exponents.iter().map(|(_, count)| count).sum::<u64>();
+        let subnormal = format::share(stats.subnormal as f64 / nonzero as f64);
+        assert!(row.contains(&format!("2^{scale} ")) && row.contains(&format!(" 0%{subnormal:>12} ")), "{row}");
+    }
+    press(&mut view, "1");
+    let shown = picture(&view, FULL);
+    assert!(layers.iter().all(|min| shown.contains(&format!(" 2^{} ", min - scale))), "{shown}");
 }
 
 #[test]

@@ -273,9 +273,13 @@ os.kill(pid, signal.SIGTERM)
 
 /// Regression: a chat whose terminal was closed kept a core busy for ever, and one that read half of a paste did not end.
 #[test]
-fn signals_end_a_chat_that_waits_for_keys() {
+fn a_chat_that_waits_for_keys_ends_with_its_terminal_or_by_a_signal() {
     let close = "os.close(terminal)\n";
     assert!(chat_on_terminal("", &[EDIT, close].concat()).is_none_or(|code| code == "-1\n"));
+    // Only a controlling terminal sends a signal.
+    let detach = "import fcntl, termios; signal.signal(1, signal.SIG_IGN); fcntl.ioctl(0, termios.TIOCNOTTY); \
+                  signal.signal(1, signal.SIG_DFL)";
+    assert!(chat_on_terminal(detach, &[EDIT, close].concat()).is_none_or(|code| code == "0\n"));
     let paste = r#"
 import termios, time
 os.write(terminal, b"\x1b[200~half")

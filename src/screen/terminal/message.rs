@@ -1,5 +1,6 @@
 //! Edits a message in the last rows of the terminal, with a history.
 
+use super::screen::KEYS;
 use crate::untrusted::sanitize_lines;
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::{MoveTo, MoveToColumn, Show};
@@ -16,8 +17,10 @@ use ratatui_textarea::{CursorMove, TextArea};
 use signal_hook::consts::{SIGHUP, SIGTERM, SIGTSTP};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, raise};
-use std::io::{self, Write, stderr};
+use std::io::{self, IsTerminal, Write, stderr, stdin};
+use std::mem::ManuallyDrop;
 use std::thread;
+use std::time::Duration;
 
 const PROMPT: &str = "> ";
 /// Rows of a message that are shown at once.
@@ -86,7 +89,8 @@ impl MessageEditor {
             let rows = self.area.lines().len().min(ROWS);
             let viewport = Viewport::Inline(rows as u16);
             let backend = CrosstermBackend::new(stderr());
-            let mut terminal = Terminal::with_options(backend, TerminalOptions { viewport })?;
+            // Its `Drop` would show the cursor again, and panic if the terminal has hung up.
+            let mut terminal = ManuallyDrop::new(Terminal::with_options(backend, TerminalOptions { viewport })?);
             let mut typed = Typed::Edit;
             while typed == Typed::Edit && self.area.lines().len().min(ROWS) == rows {
                 terminal.draw(|frame| {
@@ -95,7 +99,7 @@ impl MessageEditor {
                     frame.render_widget(Line::raw(PROMPT), prompt);
                     frame.render_widget(&self.area, message);
                 })?;
-                typed = match event::read()? {
+                typed = match next_event()? {
                     Event::Paste(text) => self.paste(&text),
                     Event::Key(key) if key.kind != KeyEventKind::Release => self.key(key),
                     _ => Typed::Edit,
@@ -104,6 +108,7 @@ impl MessageEditor {
             let top = terminal.get_frame().area().y;
             terminal.show_cursor()?;
             execute!(stderr(), MoveTo(0, top), Clear(ClearType::FromCursorDown))?;
+            drop(ManuallyDrop::into_inner(terminal));
             match typed {
                 Typed::Edit => {}
                 Typed::Message(message) => return Ok(Some(message)),
@@ -177,6 +182,17 @@ impl MessageEditor {
         self.area.move_cursor(CursorMove::Bottom);
         self.area.move_cursor(CursorMove::End);
     }
+}
+
+/// The next event. It polls, because crossterm's reader never returns if the terminal hangs up while it reads.
+fn next_event() -> io::Result<Event> {
+    while stdin().is_terminal() {
+        if event::poll(Duration::ZERO)? {
+            return event::read();
+        }
+        thread::sleep(KEYS);
+    }
+    Err(io::ErrorKind::BrokenPipe.into())
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ static DRAWING: Mutex<()> = Mutex::new(());
 /// How long restoring waits for a frame in progress; longer only if it was the frame that panicked.
 const PATIENCE: Duration = Duration::from_millis(100);
 /// Time between two polls of the keyboard.
-const KEYS: Duration = Duration::from_millis(20);
+pub(super) const KEYS: Duration = Duration::from_millis(20);
 
 /// The terminal while it shows a screen.
 pub(crate) struct Screen<W: Write> {

@@ -176,6 +176,7 @@ pub(super) mod tests {
             ),
             ("a.csv", "\u{feff}prompt,completion\r\n1+1=,2\r\n\"a \"\"b\"\",\nc\",é\r\n"),
             ("a.csv", "prompt; completion\n1+1=;2\n\"a \"\"b\"\",\nc\";é\n"),
+            ("a.csv", "prompt;completion\r1+1=;2\r\"a \"\"b\"\",\nc\";é\r"),
             ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\"\n"),
         ];
         for (name, content) in rows {

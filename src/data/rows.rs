@@ -129,9 +129,9 @@ impl Document {
 
     fn read_table(&self, separator: u8, on_row: &mut RowCallback<'_>) -> Result<()> {
         let start = self.start()?;
-        let header = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
+        let header = start.split(|byte| matches!(byte, b'\r' | b'\n')).next().unwrap_or_default();
         // If lines end with CR LF, the reader counts a line's end with the next record.
-        let lag = u64::from(header.ends_with(b"\r"));
+        let lag = u64::from(start[header.len()..].starts_with(b"\r\n"));
         // Spreadsheets of languages with decimal commas write semicolons.
         let has_semicolons = separator == b',' && header.contains(&b';') && !header.contains(&b',');
         let separator = if has_semicolons { b';' } else { separator };

@@ -403,13 +403,13 @@ impl<'a> RowReader<'a> {
         // Rows often have more fields than one schema needs. The schema of earlier rows is preferred, then those that
         // the objective needs.
         let schemas = [
-            (RowSchema::Messages, &["messages"][..]),
+            (RowSchema::Pair, &["chosen", "rejected"][..]),
+            (RowSchema::Labelled, &[prompt, completion, "label"]),
+            (RowSchema::Messages, &["messages"]),
             (RowSchema::Conversations, &["conversations"]),
             (RowSchema::Completion, &[prompt, completion]),
             (RowSchema::Instruction, &["instruction", "output"]),
             (RowSchema::Text, &[text]),
-            (RowSchema::Pair, &["chosen", "rejected"]),
-            (RowSchema::Labelled, &[prompt, completion, "label"]),
         ];
         let before = self.schema.as_ref().map(|(schema, _)| *schema);
         let complete = || schemas.iter().filter(|(_, names)| has(names)).map(|(schema, _)| *schema);

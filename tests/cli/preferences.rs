@@ -144,6 +144,7 @@ fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
     let pair = "{\"prompt\": \"p\", \"chosen\": \"c\", \"rejected\": \"d\"}\n";
     let sample = "{\"prompt\": \"p\", \"completion\": \"c\"}\n";
     let labelled = "{\"prompt\": \"p\", \"completion\": \"c\", \"label\": true}\n";
+    let pair_of_chats = pair.replace('}', ", \"messages\": [{\"role\": \"user\", \"content\": \"p\"}]}");
     for (name, content, samples, expected) in [
         ("a.jsonl", pair, SampleKind::Plain, ["line 1: contains pairs", "use `--objective dpo`"]),
         ("a.jsonl", pair, SampleKind::UnpairedPreference, ["line 1: contains pairs", "use `--objective dpo`"]),
@@ -154,7 +155,8 @@ fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
             ["needs pairs, in rows with `prompt`, `chosen`", "`--objective sft`"],
         ),
         ("a.txt", "words", SampleKind::Preference, ["contains text, but needs pairs", "`--objective sft`"]),
-        ("a.jsonl", labelled, SampleKind::Preference, ["line 1: contains", "use `--objective"]),
+        ("a.jsonl", labelled, SampleKind::Preference, ["contains completions with a `label`", "use `--objective kto`"]),
+        ("a.jsonl", &pair_of_chats, SampleKind::UnpairedPreference, ["contains pairs", "use `--objective dpo`"]),
         (
             "a.jsonl",
             "{\"prompt\": \"p\", \"chosen\": \"c\"}",

@@ -53,12 +53,15 @@ const PROBES: [(&str, Option<&str>); 3] = [
             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]"#,
         None,
     ),
-    (TOOL_CALL, Some(r#"{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]}"#)),
+    (
+        TOOL_CALL,
+        Some(r#"{"tools": [{"type": "function", "function": {"name": "look_up", "parameters": {"x": "int"}}}]}"#),
+    ),
 ];
 
 /// A conversation that calls a function and quotes its result.
 const TOOL_CALL: &str = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
+    {"type": "function", "function": {"name": "look_up", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "b"}]"#;
 
 /// A model's settings for conversations.
@@ -207,16 +210,21 @@ impl ChatFormat {
     pub fn render(&self, conversation: &Conversation, variables: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
+        let renders = |probe: &Conversation| renderer.template.render(probe, None, false);
         let own = renderer.template.render(conversation, variables, false);
         let calls = conversation.called_functions();
-        let writes = |text: &str| calls.iter().all(|function| text.contains(function.as_str()));
+        let has_calls = |text: &str| calls.iter().all(|function| text.contains(function.as_str()));
         let own = match own {
-            Err(error) if calls.is_empty() => return Err(error),
+            Ok(own) if has_calls(&own.text) => own,
             // The template may refuse these calls for another reason.
-            Err(error) if writes_calls(|probe| renderer.template.render(probe, None, false))? => return Err(error),
-            Ok(own) if writes(&own.text) => own,
-            _ => {
-                return Err(wrong(format!("its chat template does not write tool calls; {}", templates_with_calls()?)));
+            Err(error) if calls.is_empty() || writes(TOOL_CALL, renders)? => return Err(error),
+            other => {
+                let why = other.err().map_or_else(String::new, |error| match error {
+                    Error::Model { message, .. } => format!(" ({message})"),
+                    error => format!(" ({error})"),
+                });
+                let advice = templates_with_calls()?;
+                return Err(wrong(format!("its chat template does not write tool calls{why}; {advice}")));
             }
         };
         if unmarked {
@@ -257,10 +265,9 @@ impl ChatFormat {
     }
 }
 
-/// Whether a template writes the function's name of a tool call.
-fn writes_calls(render: impl Fn(&Conversation) -> Result<Rendered>) -> Result<bool> {
-    let probe = TOOL_CALL.replace(r#""f""#, r#""look_up""#);
-    Ok(render(&Conversation::from_json(&probe)?).is_ok_and(|rendered| rendered.text.contains("look_up")))
+/// Whether a template writes the word `look_up` of a conversation.
+fn writes(probe: &str, render: impl Fn(&Conversation) -> Result<Rendered>) -> Result<bool> {
+    Ok(render(&Conversation::from_json(probe)?).is_ok_and(|rendered| rendered.text.contains("look_up")))
 }
 
 /// The advice to use a built-in template that writes tool calls.
@@ -268,7 +275,7 @@ fn templates_with_calls() -> Result<String> {
     let mut names = Vec::new();
     for (name, settings, text) in BUILT_IN {
         let template = Template::new(&format!("{settings}{text}"), name, TemplateTokens::default())?;
-        if writes_calls(|probe| template.render(probe, None, false))? {
+        if writes(TOOL_CALL, |probe| template.render(probe, None, false))? {
             names.push(format!("`{name}`"));
         }
     }

@@ -266,6 +266,21 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
     assert!(message.contains("writes") && message.contains("`chatml`, which locates the answers"), "{message}");
 }
 
+/// A template may use a method that the engine lacks.
+#[test]
+fn a_template_that_fails_on_tool_calls_is_refused_with_its_own_reason() {
+    let chat = ChatFormat::new("{{ messages[0].content.encode() }}", "like", &tokens());
+    let conversation = Conversation::from_json(
+        r#"[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]"#,
+    )
+    .unwrap();
+    let message = chat.render(&conversation, None, true).unwrap_err().to_string();
+    assert!(
+        message.contains("does not write tool calls (its chat template, line 1: string has no method named encode)"),
+        "{message}"
+    );
+}
+
 /// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another one.
 #[test]
 fn a_template_that_differs_in_one_role_is_not_taken_for_a_built_in_one() {

@@ -63,6 +63,9 @@ const PROBES: [(&str, Option<&str>); 3] = [
 const TOOL_CALL: &str = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
     {"type": "function", "function": {"name": "look_up", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "b"}]"#;
+/// An answer in parts.
+const PARTS: &str = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": [
+    {"type": "thinking", "thinking": "b"}, {"type": "text", "text": "look_up"}]}]"#;
 
 /// A model's settings for conversations.
 #[derive(Clone, Debug, Default)]
@@ -211,6 +214,14 @@ impl ChatFormat {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
         let renders = |probe: &Conversation| renderer.template.render(probe, None, false);
+        // Some templates leave out an answer that is a list.
+        if conversation.has_parts() && !writes(PARTS, renders)? {
+            return Err(wrong(
+                "its chat template does not write answers in parts of several types; write the text as `content`, and \
+                 thoughts as `reasoning_content`"
+                    .to_owned(),
+            ));
+        }
         let own = renderer.template.render(conversation, variables, false);
         let calls = conversation.called_functions();
         let has_calls = |text: &str| calls.iter().all(|function| text.contains(function.as_str()));

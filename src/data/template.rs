@@ -11,7 +11,7 @@
 use super::fields::field;
 use super::jinja_python::{entries, install, read_json, with_percent};
 use crate::{Error, Result};
-use minijinja::value::Value;
+use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -57,8 +57,13 @@ impl Conversation {
 
     /// Whether the assistant has a message, starting at number `from`.
     pub(super) fn has_answer(&self, from: usize) -> bool {
-        let is_answer = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
         self.messages[from..].iter().any(is_answer)
+    }
+
+    /// Whether an answer's content is a list. Reading a row joins a list of texts.
+    pub(super) fn has_parts(&self) -> bool {
+        let is_list = |content: Value| content.kind() == ValueKind::Seq && content.len() != Some(0);
+        self.messages.iter().any(|message| is_answer(message) && field(message, "content").is_some_and(is_list))
     }
 
     /// Adds a message of `role`.
@@ -217,6 +222,10 @@ impl Template {
             Error::model(&self.origin, "its chat template has an unpaired `{% generation %}` or `{% endgeneration %}`")
         })
     }
+}
+
+fn is_answer(message: &Value) -> bool {
+    field(message, "role").is_some_and(|role| role.as_str() == Some("assistant"))
 }
 
 /// A message with its thoughts under the names that templates read, as in transformers: `reasoning_content`, and for gpt-oss

@@ -281,6 +281,22 @@ fn a_template_that_fails_on_tool_calls_is_refused_with_its_own_reason() {
     );
 }
 
+/// Qwen 3's template writes nothing for such an answer.
+#[test]
+fn a_template_that_leaves_out_answers_in_parts_is_refused() {
+    let parts = Conversation::from_json(
+        r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": "y"}]}]"#,
+    )
+    .unwrap();
+    for name in ["qwen3", "chatml"] {
+        let chat = ChatFormat::new(&built_in(name), name, &tokens());
+        let message = chat.render(&parts, None, false).unwrap_err().to_string();
+        assert!(message.contains("does not write answers in parts"), "{name}: {message}");
+    }
+    let source = "{% for m in messages %}{% for p in m.content %}{{ p.text or p.thinking }}{% endfor %}{% endfor %}";
+    assert_eq!(ChatFormat::new(source, "parts", &tokens()).render(&parts, None, true).unwrap().text, "y");
+}
+
 /// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another one.
 #[test]
 fn a_template_that_differs_in_one_role_is_not_taken_for_a_built_in_one() {

@@ -96,6 +96,7 @@ impl Document {
             [b'{', .., b','] => "; remove the comma, or make the file an array and read it with `--format json`",
             [b'{', b'\'', ..] => "; JSON has double quotes, as Python's `json.dumps` writes them",
             [b'{'] => "; write one object per line, or an array of objects",
+            _ if error_text(error) == "trailing characters" => "; write one object per line, each with a line feed",
             _ => "",
         };
         // The parser sees one line at a time, so its own line number has no meaning.

@@ -165,7 +165,7 @@ fn nonsense_in_rows() {
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
-    let files: [(&str, String); 39] = [
+    let files: [(&str, String); 40] = [
         ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
         ("null.jsonl", "{\"text\": null}\n".into()),
         ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
@@ -173,6 +173,7 @@ fn nonsense_in_rows() {
         ("odd-fields.jsonl", "{\"question\": \"a\", \"answer\": \"b\"}\n".into()),
         ("comma.jsonl", "{\"text\": \"a\"},\n{\"text\": \"b\"}\n".into()),
         ("python.jsonl", "{'text': 'a'}\n".into()),
+        ("line-ends.jsonl", "{\"text\": \"a\"}\r{\"text\": \"b\"}\r".into()),
         ("pretty.jsonl", "{\n  \"text\": \"a\"\n}\n".into()),
         ("comma.json", "[\n  {\"text\": \"a\"},\n]\n".into()),
         ("cut.json", "[{\"text\": \"a\"}, {\"te".into()),

@@ -11,7 +11,7 @@ use crate::dropout::Dropout;
 use crate::isa;
 use crate::math;
 use crate::op;
-use crate::rows::{axpy, dot, max, sum, with_scratch};
+use crate::rows::{axpy, dot, max, scale, sum, with_scratch};
 use crate::view::{read, write, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
@@ -167,9 +167,7 @@ impl<'a> Sequence<'a> {
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
             rows.load(self.b * seq_len + t, head * head_size, row);
-            for x in row.iter_mut() {
-                *x *= factor;
-            }
+            scale(row, factor);
         }
     }
 
@@ -426,7 +424,7 @@ fn backward_head(
     d_q: ColumnWriter<'_>,
 ) {
     let Sequence { shape, b, row, size, .. } = sequence;
-    let AttentionShape { seq_len, scale, .. } = shape;
+    let seq_len = shape.seq_len;
     let n = sequence.elements();
     with_matrices(
         [n, n, n, QUERIES * row, QUERIES * row],
@@ -435,7 +433,7 @@ fn backward_head(
             dk.fill(0.0);
             dv.fill(0.0);
             let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
-            sequence.load(saved.qkv[0], head, scale, q);
+            sequence.load(saved.qkv[0], head, shape.scale, q);
             sequence.load(saved.dout, head, 1.0, dout);
             // dq holds the forward pass's output until its block is processed.
             sequence.load(saved.out, head, 1.0, dq);
@@ -478,9 +476,7 @@ fn backward_head(
                 multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), (dv, size), true);
                 multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), (dk, size), true);
                 multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);
-                for x in dq {
-                    *x *= scale;
-                }
+                scale(dq, shape.scale);
             }
             // SAFETY: this task alone writes this head's part.
             unsafe { sequence.store(dq, head, d_q) };

@@ -5,7 +5,7 @@
 
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::math;
-use crate::rows::{Rows, STRIPE, WORK, for_each_part_with_scratch, max, sum, write_rows};
+use crate::rows::{Rows, STRIPE, WORK, for_each_part_with_scratch, max, scale, sum, write_rows};
 use crate::view::{self, AllocFn, View, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
@@ -264,10 +264,7 @@ fn loss_row(
     }
     let total = sum(row);
     if let Some(seed) = seed {
-        let factor = seed / total;
-        for x in row.iter_mut() {
-            *x *= factor;
-        }
+        scale(row, seed / total);
         row[target] -= seed;
         if let Some(cap) = softcap {
             through_soft_cap(row, logits.as_view().slice(start..start + row.len()), cap);

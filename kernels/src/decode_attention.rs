@@ -8,7 +8,7 @@ use crate::attention::{AttentionShape, PAD, QUERIES, exponentials, upcast, with_
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::isa;
 use crate::op;
-use crate::rows::with_scratch;
+use crate::rows::{scale, with_scratch};
 use crate::view::{View, read, write, zeros};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
@@ -139,9 +139,7 @@ fn attend_group(
                     to = to.max(past + token + 1);
                     queries.load(first_row + token, head * head_size, &mut x[..head_size]);
                     x[head_size..].fill(0.0);
-                    for x in x.iter_mut() {
-                        *x *= shape.scale;
-                    }
+                    scale(x, shape.scale);
                 }
                 let from = shape.first_in_window(from) / PAD * PAD;
                 let count = indices.len();

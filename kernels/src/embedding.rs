@@ -1,7 +1,7 @@
 //! Embeddings of tokens and of learned positions, and their gradient by rows.
 
 use crate::op::{self, Embedding};
-use crate::rows::{Rows, SplitRows, axpy, for_each_part_with_scratch, with_scratch, write_rows};
+use crate::rows::{self, Rows, SplitRows, axpy, for_each_part_with_scratch, with_scratch, write_rows};
 use crate::view::{ReadGuard, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
@@ -35,9 +35,7 @@ pub fn forward(op: &op::Embed<'_>) -> Result<()> {
             let n = at / width;
             tokens.load(ids[n] as usize * width, total);
             if scale != 1.0 {
-                for total in total.iter_mut() {
-                    *total *= scale;
-                }
+                rows::scale(total, scale);
             }
             if let Some(positions) = positions {
                 positions.load(places.of(n) * width, position);

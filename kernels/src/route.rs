@@ -5,7 +5,7 @@
 //! is multiplied with the input of the expert's last product.
 
 use crate::math::exp;
-use crate::rows::{Rows, WORK, dot, for_each_part_with_scratch, max, with_scratch, write_rows};
+use crate::rows::{Rows, WORK, dot, for_each_part_with_scratch, max, scale, with_scratch, write_rows};
 use crate::view::{read, write, write_f32};
 use candle_core::{DType, Result, Tensor};
 
@@ -233,9 +233,7 @@ pub(crate) fn scale_rows(op: &ScaleRows<'_>) -> Result<()> {
             |first, rows, mut x, [row]| {
                 for i in 0..rows {
                     x.view.as_view().load(i * width, row);
-                    for x in row.iter_mut() {
-                        *x *= weights[first + i];
-                    }
+                    scale(row, weights[first + i]);
                     x.view.store(i * width, row);
                 }
             },

@@ -280,6 +280,14 @@ pub fn max(x: &[f32]) -> f32 {
     tail.iter().chain(&lanes).fold(f32::NEG_INFINITY, |max, &x| max.max(x))
 }
 
+/// `x *= factor`.
+#[inline(always)]
+pub fn scale(x: &mut [f32], factor: f32) {
+    for x in x {
+        *x *= factor;
+    }
+}
+
 /// `y += a x`.
 #[inline(always)]
 pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {

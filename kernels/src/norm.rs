@@ -7,7 +7,7 @@ use crate::op;
 use crate::rows::{
     Rows, STRIPE, WORK, column_sums, dot, for_each_part_with_scratch, par_columns, sum, sum_squared_distance,
 };
-use crate::view::{ReadGuard, View, read, write, write_f32, write_optional};
+use crate::view::{ReadGuard, View, ViewMut, read, write, write_f32, write_optional};
 use candle_core::{Result, Tensor};
 
 /// Computes [`op::Norm`]: `y = (x - mean) * rstd * weight + bias` for each group of each row, without centering
@@ -51,39 +51,37 @@ fn forward_as<const CENTERS: bool>(op: &op::Norm<'_>) -> Result<()> {
     let x = x.source(&opened);
     let weight = weight.view();
     let bias = bias.as_ref().map(ReadGuard::view);
-    write(y.tensor(), |out| {
-        write_optional(mean, |mean| {
-            write_f32(rstd, |rstd| {
-                let statistics = (mean.map(|view| Rows { view, width: groups }), Rows { view: rstd, width: groups });
-                for_each_part_with_scratch(
-                    (Rows { view: out, width: y.stride() }, statistics),
-                    rows,
-                    [WORK / (groups * width) + 1, width],
-                    #[inline(always)]
-                    |first, rows, (mut out, (mut mean, rstd)), [gains, biases, row, result]| {
-                        load_gains::<CENTERS>(weight, settings.gain_offset(), gains);
-                        if let Some(bias) = bias {
-                            bias.load(0, biases);
-                        }
-                        for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
-                            let row = x.as_f32(first + i, group * width, row);
-                            let m = if CENTERS { sum(row) / width as f32 } else { 0.0 };
-                            let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
-                            for (((result, x), gain), bias) in result.iter_mut().zip(row).zip(&*gains).zip(&*biases) {
-                                let scaled = (x - m) * r * gain;
-                                *result = if CENTERS { scaled + bias } else { scaled };
-                            }
-                            out.view.store(i * y.stride() + y.first() + group * width, result);
-                            if let Some(mean) = &mut mean {
-                                mean.view.store(i * groups + group, &[m]);
-                            }
-                            rstd.view[i * groups + group] = r;
-                        }
-                    },
-                );
-            })
-        })
-    })??
+    let normalize = |out: ViewMut<'_>, mean: Option<ViewMut<'_>>, rstd: &mut [f32]| {
+        let statistics = (mean.map(|view| Rows { view, width: groups }), Rows { view: rstd, width: groups });
+        for_each_part_with_scratch(
+            (Rows { view: out, width: y.stride() }, statistics),
+            rows,
+            [WORK / (groups * width) + 1, width],
+            #[inline(always)]
+            |first, rows, (mut out, (mut mean, rstd)), [gains, biases, row, result]| {
+                load_gains::<CENTERS>(weight, settings.gain_offset(), gains);
+                if let Some(bias) = bias {
+                    bias.load(0, biases);
+                }
+                for index in 0..rows * groups {
+                    let (i, column) = (index / groups, index % groups * width);
+                    let row = x.as_f32(first + i, column, row);
+                    let m = if CENTERS { sum(row) / width as f32 } else { 0.0 };
+                    let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
+                    for (((result, x), gain), bias) in result.iter_mut().zip(row).zip(&*gains).zip(&*biases) {
+                        let scaled = (x - m) * r * gain;
+                        *result = if CENTERS { scaled + bias } else { scaled };
+                    }
+                    out.view.store(i * y.stride() + y.first() + column, result);
+                    if let Some(mean) = &mut mean {
+                        mean.view.store(index, &[m]);
+                    }
+                    rstd.view[index] = r;
+                }
+            },
+        );
+    };
+    write(y.tensor(), |out| write_optional(mean, |mean| write_f32(rstd, |rstd| normalize(out, mean, rstd))))??
 }
 
 /// The operands that both gradients read.
@@ -157,39 +155,38 @@ fn parameter_gradients<const CENTERS: bool>(
 ) -> Result<()> {
     let width = dweight.elem_count();
     let (rows, groups) = (rows.rows(), rows.count() / width);
-    write(dweight, |dweight| {
-        write_optional(dbias, |dbias| {
-            par_columns(
-                (Rows { view: dweight, width: 1 }, dbias.map(|view| Rows { view, width: 1 })),
-                width,
-                rows * groups,
-                #[inline(always)]
-                |first, columns, (mut dweight, mut dbias)| {
-                    let [dw, db] = column_sums(
-                        rows * groups,
-                        first,
-                        columns,
-                        #[inline(always)]
-                        |index, first, [dw, db]| {
-                            let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
-                            let row = index / groups;
-                            let column = index % groups * width + first;
-                            let dy = dy.as_f32(row, column, &mut dy_row[..columns]);
-                            let x = x.as_f32(row, column, &mut x_row[..columns]);
-                            let m = mean_of::<CENTERS>(mean, index);
-                            let r = rstd[index];
-                            for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
-                                *dw += dy * ((x - m) * r);
-                                *db += dy;
-                            }
-                        },
-                    );
-                    dweight.view.store(0, &dw[..columns]);
-                    if let Some(dbias) = &mut dbias {
-                        dbias.view.store(0, &db[..columns]);
-                    }
-                },
-            );
-        })
-    })?
+    let sum_terms = |dweight: ViewMut<'_>, dbias: Option<ViewMut<'_>>| {
+        par_columns(
+            (Rows { view: dweight, width: 1 }, dbias.map(|view| Rows { view, width: 1 })),
+            width,
+            rows * groups,
+            #[inline(always)]
+            |first, columns, (mut dweight, mut dbias)| {
+                let [dw, db] = column_sums(
+                    rows * groups,
+                    first,
+                    columns,
+                    #[inline(always)]
+                    |index, first, [dw, db]| {
+                        let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
+                        let row = index / groups;
+                        let column = index % groups * width + first;
+                        let dy = dy.as_f32(row, column, &mut dy_row[..columns]);
+                        let x = x.as_f32(row, column, &mut x_row[..columns]);
+                        let m = mean_of::<CENTERS>(mean, index);
+                        let r = rstd[index];
+                        for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
+                            *dw += dy * ((x - m) * r);
+                            *db += dy;
+                        }
+                    },
+                );
+                dweight.view.store(0, &dw[..columns]);
+                if let Some(dbias) = &mut dbias {
+                    dbias.view.store(0, &db[..columns]);
+                }
+            },
+        );
+    };
+    write(dweight, |dweight| write_optional(dbias, |dbias| sum_terms(dweight, dbias)))?
 }

@@ -144,8 +144,8 @@ pub fn write_losses(
     mut hook: HeadHook<'_>,
 ) -> Result<()> {
     let pads = hook.is_none() && kernels.pads_logits();
-    let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>, mode: WriteMode| {
-        op::Matmul { a, b, alpha: scale, c, mode }.run(kernels)
+    let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>| {
+        op::Matmul { a, b, alpha: scale, c, mode: WriteMode::Overwrite }.run(kernels)
     };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
     let rows = x.dim(0)?;
@@ -157,7 +157,7 @@ pub fn write_losses(
         let losses = workspace.losses.narrow(0, first, count)?;
         let tile = workspace.tile(count, vocab, pads)?;
         let logits = ColumnSlice::new(&tile, 0..vocab)?;
-        product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits, WriteMode::Overwrite)?;
+        product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let targets = &targets[first..first + count];
         let seed = gradient.map(|gradient| gradient.seed);
@@ -166,23 +166,12 @@ pub fn write_losses(
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
-        product(MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?, WriteMode::Overwrite)?;
+        product(MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?)?;
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
-            let dlogits = MatmulOperand::transposed(logits);
-            let x = whole(&x)?;
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
-            if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
-                product(dlogits, x, ColumnSlice::all(sum)?, mode)?;
-            } else {
-                // candle's matmul is fast on a GPU only in the operands' type.
-                let term = view::zeros(dweight.dims(), dweight.dtype(), dweight.device())?;
-                product(dlogits, x, ColumnSlice::all(&term)?, WriteMode::Overwrite)?;
-                match mode {
-                    WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
-                    WriteMode::Overwrite => kernels.copy(&term, sum),
-                }?;
-            }
+            let (a, b, c) = (MatmulOperand::transposed(logits), whole(&x)?, ColumnSlice::all(sum)?);
+            sum_over_tiles(kernels, op::Matmul { a, b, alpha: scale, c, mode }, dweight.dtype())?;
         }
         hook(HeadTensor::InputGradient, first, &dx)?;
     }
@@ -193,6 +182,22 @@ pub fn write_losses(
         hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
     Ok(())
+}
+
+/// Adds a tile's product to a sum, or starts the sum with it. `dtype` is the weight gradient's type.
+fn sum_over_tiles(kernels: &dyn Kernels, product: op::Matmul<'_>, dtype: DType) -> Result<()> {
+    let sum = product.c.tensor();
+    if sum.device().is_cpu() || kernels.pads_logits() {
+        return product.run(kernels);
+    }
+    // candle's matmul is fast on a GPU only in the operands' type.
+    let term = view::zeros(sum.dims(), dtype, sum.device())?;
+    let mode = product.mode;
+    op::Matmul { c: ColumnSlice::all(&term)?, mode: WriteMode::Overwrite, ..product }.run(kernels)?;
+    match mode {
+        WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
+        WriteMode::Overwrite => kernels.copy(&term, sum),
+    }
 }
 
 fn whole(x: &Tensor) -> Result<MatmulOperand<'_>> {
@@ -216,25 +221,22 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let &op::CrossEntropy { logits, softcap, targets, losses, seed, weights } = op;
     let (rows, vocab) = (logits.rows(), logits.count());
     let (stride, column) = (logits.stride(), logits.first());
-    write(logits.tensor(), |logits| {
-        write_f32(losses, |losses| {
-            let out = (Rows { view: logits, width: stride }, Rows { view: losses, width: 1 });
-            for_each_part_with_scratch(
-                out,
-                rows,
-                [(WORK / 4 / vocab).max(4), vocab],
-                #[inline(always)]
-                |first, rows, (mut logits, losses), [row]| {
-                    for i in 0..rows {
-                        let target = targets[first + i];
-                        let weight = weights.map(|weights| weights[first + i]);
-                        let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
-                        losses.view[i] = loss_row((&mut logits.view, i * stride + column), softcap, target, seed, row);
-                    }
-                },
-            );
-        })
-    })?
+    let compute = |logits: ViewMut<'_>, losses: &mut [f32]| {
+        for_each_part_with_scratch(
+            (Rows { view: logits, width: stride }, Rows { view: losses, width: 1 }),
+            rows,
+            [(WORK / 4 / vocab).max(4), vocab],
+            #[inline(always)]
+            |first, rows, (mut logits, losses), [row]| {
+                for i in 0..rows {
+                    let target = targets[first + i];
+                    let seed = seed.map(|seed| weights.map_or(seed, |weights| seed * weights[first + i]));
+                    losses.view[i] = loss_row((&mut logits.view, i * stride + column), softcap, target, seed, row);
+                }
+            },
+        );
+    };
+    write(logits.tensor(), |logits| write_f32(losses, |losses| compute(logits, losses)))?
 }
 
 #[inline(always)]

@@ -4,7 +4,7 @@ use crate::columns::{ColumnSlice, write_columns};
 use crate::math;
 use crate::op;
 use crate::rows::{Rows, for_each_part};
-use crate::view::{BLOCK, read, write};
+use crate::view::{BLOCK, ViewMut, read, write};
 use candle_core::{Result, Tensor};
 
 /// Approximate number of elements of a task.
@@ -73,11 +73,9 @@ pub fn backward(op: &op::ActivateBackward<'_>, function: impl Fn(f32) -> (f32, f
                     for (((gate, up), dy), y) in gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())
                     {
                         let (value, derivative) = function(*gate);
-                        let dgate = dy * *up * derivative;
-                        let dup = dy * value;
                         *y = value * *up;
-                        *gate = dgate;
-                        *up = dup;
+                        *gate = dy * *up * derivative;
+                        *up = dy * value;
                     }
                     // SAFETY: a row is written by this task alone, and gate and up are different columns.
                     unsafe {
@@ -131,47 +129,48 @@ pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
     })
 }
 
+/// The value of [`clamped`] for a pair, and the pair's gradient given the value's.
+#[inline(always)]
+fn clamped_gradient(pair: [f32; 2], dy: f32) -> (f32, [f32; 2]) {
+    let [gate, up] = bounded(pair);
+    let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
+    let value = value / CLAMPED_SLOPE;
+    let plus_one = up + 1.0;
+    // A bound's derivative is 0 outside.
+    let dgate = if pair[0] > CLAMPED_LIMIT { 0.0 } else { dy * plus_one * slope };
+    let dup = if pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT { dy * value } else { 0.0 };
+    (value * plus_one, [dgate, dup])
+}
+
 /// Computes the gradient `dx [N, 2·F]` of [`clamped`], and `y` again.
 pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
     let x = read(op.x)?;
     let dy = read(op.dy)?;
     let len = op.y.elem_count();
     let (x, dy) = (x.view(), dy.view());
-    write(op.dx, |dx| {
-        write(op.y, |y| {
-            for_each_part(
-                (Rows { view: dx, width: 2 }, Rows { view: y, width: 1 }),
-                len,
-                ELEMENTS_PER_TASK,
-                #[inline(always)]
-                |first, count, (mut dx, mut y)| {
-                    let mut pairs = [0.0; 2 * BLOCK];
-                    let mut grads = [0.0; BLOCK];
-                    let mut outputs = [0.0; BLOCK];
-                    for start in (0..count).step_by(BLOCK) {
-                        let outputs = &mut outputs[..BLOCK.min(count - start)];
-                        let pairs = &mut pairs[..2 * outputs.len()];
-                        x.load(2 * (first + start), pairs);
-                        let grads = dy.as_f32(first + start, &mut grads[..outputs.len()]);
-                        for ((pair, dy), y) in
-                            pairs.as_chunks_mut::<2>().0.iter_mut().zip(grads).zip(outputs.iter_mut())
-                        {
-                            let [gate, up] = bounded(*pair);
-                            let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
-                            let value = value / CLAMPED_SLOPE;
-                            let plus_one = up + 1.0;
-                            *y = value * plus_one;
-                            // A bound's derivative is 0 outside.
-                            let dgate = dy * plus_one * slope;
-                            let dup = dy * value;
-                            let inside = pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT;
-                            *pair = [if pair[0] > CLAMPED_LIMIT { 0.0 } else { dgate }, if inside { dup } else { 0.0 }];
-                        }
-                        dx.view.store(2 * start, pairs);
-                        y.view.store(start, outputs);
+    let differentiate = |dx: ViewMut<'_>, y: ViewMut<'_>| {
+        for_each_part(
+            (Rows { view: dx, width: 2 }, Rows { view: y, width: 1 }),
+            len,
+            ELEMENTS_PER_TASK,
+            #[inline(always)]
+            |first, count, (mut dx, mut y)| {
+                let mut pairs = [0.0; 2 * BLOCK];
+                let mut grads = [0.0; BLOCK];
+                let mut outputs = [0.0; BLOCK];
+                for start in (0..count).step_by(BLOCK) {
+                    let outputs = &mut outputs[..BLOCK.min(count - start)];
+                    let pairs = &mut pairs[..2 * outputs.len()];
+                    x.load(2 * (first + start), pairs);
+                    let grads = dy.as_f32(first + start, &mut grads[..outputs.len()]);
+                    for ((pair, dy), y) in pairs.as_chunks_mut::<2>().0.iter_mut().zip(grads).zip(outputs.iter_mut()) {
+                        (*y, *pair) = clamped_gradient(*pair, *dy);
                     }
-                },
-            );
-        })
-    })?
+                    dx.view.store(2 * start, pairs);
+                    y.view.store(start, outputs);
+                }
+            },
+        );
+    };
+    write(op.dx, |dx| write(op.y, |y| differentiate(dx, y)))?
 }

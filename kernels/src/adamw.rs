@@ -153,33 +153,27 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
             32 * WIDTH / BLOCK_SIZE,
             #[inline(always)]
             |first, _, (master, (mut moments, mut weight)): (Rows<&mut [f32]>, (Moments<'_>, _))| {
-                let mut buffer = [0.0; WIDTH];
+                let mut buffers = [[0.0; WIDTH]; 4];
                 let mut counts = UpdateCounts::default();
                 let len = master.view.len();
                 for start in (0..len).step_by(WIDTH) {
                     let range = start..(start + WIDTH).min(len);
-                    let grad = grad.as_f32(first * BLOCK_SIZE + start, &mut buffer[..range.len()]);
+                    let [buffer, old, before, after] = buffers.each_mut().map(|buffer| &mut buffer[..range.len()]);
+                    let grad = grad.as_f32(first * BLOCK_SIZE + start, buffer);
                     let master = &mut master.view[range.clone()];
-                    match &mut weight {
-                        Some(Rows { view: weight, .. }) if counted.is_some() => {
-                            let mut old = [0.0; WIDTH];
-                            let mut copies = [[0.0; WIDTH]; 2];
-                            let [before, after] = copies.each_mut().map(|copy| &mut copy[..master.len()]);
-                            let old = &mut old[..master.len()];
-                            old.copy_from_slice(master);
-                            weight.as_view().load(start, before);
-                            moments.update(step, weight_decay, grad, master, range);
-                            weight.store(start, master);
-                            weight.as_view().load(start, after);
-                            counts.count(format, [old, master], [before, after]);
-                        }
-                        weight => {
-                            moments.update(step, weight_decay, grad, master, range);
-                            if let Some(weight) = weight {
-                                weight.view.store(start, master);
-                            }
-                        }
+                    if counted.is_some() {
+                        old.copy_from_slice(master);
                     }
+                    moments.update(step, weight_decay, grad, master, range);
+                    let Some(Rows { view: weight, .. }) = &mut weight else { continue };
+                    if counted.is_none() {
+                        weight.store(start, master);
+                        continue;
+                    }
+                    weight.as_view().load(start, before);
+                    weight.store(start, master);
+                    weight.as_view().load(start, after);
+                    counts.count(format, [old, master], [before, after]);
                 }
                 if let Some(Ok(mut counted)) = counted.as_ref().map(Mutex::lock) {
                     *counted += counts;

@@ -255,9 +255,7 @@ fn forward_head(
                 multiply([QUERIES, keys, size], by_rows(p, row), values, (rows, size), false);
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
-                    for x in row.iter_mut() {
-                        *x /= totals[i - first];
-                    }
+                    divide(row, totals[i - first]);
                     // SAFETY: this task alone writes this head's part of the row.
                     unsafe { out.store(b * seq_len + i, head * head_size, row) };
                 }
@@ -282,6 +280,14 @@ pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f3
     }
     let total = sum(seen);
     (top, sink.map_or(total, |sink| total + math::exp(sink - top)))
+}
+
+/// Divides a row by the softmax's denominator.
+#[inline(always)]
+pub(crate) fn divide(row: &mut [f32], total: f32) {
+    for x in row {
+        *x /= total;
+    }
 }
 
 /// The values of a small tensor in FP32.

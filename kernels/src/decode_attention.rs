@@ -4,7 +4,7 @@
 //! training pass for any number of new tokens.
 
 use crate::attention::product::{by_rows, in_panels, in_rows, multiply, transpose};
-use crate::attention::{AttentionShape, PAD, QUERIES, exponentials, upcast, with_matrices};
+use crate::attention::{AttentionShape, PAD, QUERIES, divide, exponentials, upcast, with_matrices};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::isa;
 use crate::op;
@@ -95,77 +95,91 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
         (0..caches.len() * kv_heads).into_par_iter().for_each(|task| {
             let kv_head = task % kv_heads;
             let (keys, values, sequence, rows) = &caches[task / kv_heads];
-            let heads = (kv_head, sinks.as_deref());
-            isa::vectorize!({
-                attend_group(shape, heads, **sequence, [keys.view(), values.view()], (queries, rows.start, out));
-            });
+            let group = HeadGroup {
+                shape,
+                kv_head,
+                sinks: sinks.as_deref(),
+                sequence: **sequence,
+                stored: [keys.view(), values.view()],
+                queries,
+                first_row: rows.start,
+            };
+            isa::vectorize!(group.attend(out));
         });
     })
 }
 
-/// The rows of a sequence's new tokens, starting at `first_row`, for the heads that share `kv_head`.
-#[inline(always)]
-fn attend_group(
-    shape: &AttentionShape,
-    (kv_head, sinks): (usize, Option<&[f32]>),
-    CachedSequence { cache, past, new }: CachedSequence<'_>,
-    stored: [View<'_>; 2],
-    (queries, first_row, out): (ColumnReader<'_>, usize, ColumnWriter<'_>),
-) {
-    let &AttentionShape { heads, kv_heads, head_size, .. } = shape;
-    let group = heads / kv_heads;
-    let size = head_size.next_multiple_of(PAD);
-    // Keys before the first new token's window are not read.
-    let lowest = shape.first_in_window(past) / PAD * PAD;
-    let tokens = (past + new - lowest).next_multiple_of(PAD);
-    let row = tokens + PAD;
-    with_matrices(
-        [tokens * size, tokens * size, QUERIES * size, QUERIES * row],
-        #[inline(always)]
-        |[v, kt, x, p]| {
-            let start = (kv_head * cache.capacity() + lowest) * head_size;
-            let [keys, values] = stored.map(|view| view.slice(start..start + (past + new - lowest) * head_size));
-            load(keys, head_size, size, v);
-            transpose(v, size, kt);
-            load(values, head_size, size, v);
-            let place = |index: usize| (kv_head * group + index / new, index % new);
-            for first in (0..group * new).step_by(QUERIES) {
-                let indices = first..(group * new).min(first + QUERIES);
-                let mut from = usize::MAX;
-                let mut to = 0;
-                for (index, x) in indices.clone().zip(x.chunks_exact_mut(size)) {
-                    let (head, token) = place(index);
-                    from = from.min(past + token);
-                    to = to.max(past + token + 1);
-                    queries.load(first_row + token, head * head_size, &mut x[..head_size]);
-                    x[head_size..].fill(0.0);
-                    scale(x, shape.scale);
-                }
-                let from = shape.first_in_window(from) / PAD * PAD;
-                let count = indices.len();
-                let keys = (to - from).next_multiple_of(PAD);
-                let below = (from - lowest) * size;
-                multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
-                let mut totals = [0.0; QUERIES];
-                for ((index, total), p) in indices.clone().zip(&mut totals).zip(p.chunks_exact_mut(row)) {
-                    let (head, token) = place(index);
-                    let position = past + token;
-                    let seen = shape.first_in_window(position) - from..position + 1 - from;
-                    (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap, sinks.map(|sinks| sinks[head]));
-                }
-                multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
-                for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {
-                    let (head, token) = place(index);
-                    let x = &mut x[..head_size];
-                    for x in x.iter_mut() {
-                        *x /= total;
+/// The new tokens of a sequence for the heads that share `kv_head`.
+struct HeadGroup<'a> {
+    shape: &'a AttentionShape,
+    kv_head: usize,
+    sinks: Option<&'a [f32]>,
+    sequence: CachedSequence<'a>,
+    /// The cache's keys and values.
+    stored: [View<'a>; 2],
+    queries: ColumnReader<'a>,
+    /// The row of the first new token.
+    first_row: usize,
+}
+
+impl HeadGroup<'_> {
+    /// Writes attention's output.
+    #[inline(always)]
+    fn attend(&self, out: ColumnWriter<'_>) {
+        let &Self { shape, kv_head, sinks, sequence, stored, queries, first_row } = self;
+        let CachedSequence { cache, past, new } = sequence;
+        let &AttentionShape { heads, kv_heads, head_size, .. } = shape;
+        let group = heads / kv_heads;
+        let size = head_size.next_multiple_of(PAD);
+        // Keys before the first new token's window are not read.
+        let lowest = shape.first_in_window(past) / PAD * PAD;
+        let tokens = (past + new - lowest).next_multiple_of(PAD);
+        let row = tokens + PAD;
+        with_matrices(
+            [tokens * size, tokens * size, QUERIES * size, QUERIES * row],
+            #[inline(always)]
+            |[v, kt, x, p]| {
+                let start = (kv_head * cache.capacity() + lowest) * head_size;
+                let [keys, values] = stored.map(|view| view.slice(start..start + (past + new - lowest) * head_size));
+                load(keys, head_size, size, v);
+                transpose(v, size, kt);
+                load(values, head_size, size, v);
+                let place = |index: usize| (kv_head * group + index / new, index % new);
+                for first in (0..group * new).step_by(QUERIES) {
+                    let indices = first..(group * new).min(first + QUERIES);
+                    let mut from = usize::MAX;
+                    let mut to = 0;
+                    for (index, x) in indices.clone().zip(x.chunks_exact_mut(size)) {
+                        let (head, token) = place(index);
+                        from = from.min(past + token);
+                        to = to.max(past + token + 1);
+                        queries.load(first_row + token, head * head_size, &mut x[..head_size]);
+                        x[head_size..].fill(0.0);
+                        scale(x, shape.scale);
                     }
-                    // SAFETY: this task alone writes this head's part of the row.
-                    unsafe { out.store(first_row + token, head * head_size, x) };
+                    let from = shape.first_in_window(from) / PAD * PAD;
+                    let count = indices.len();
+                    let keys = (to - from).next_multiple_of(PAD);
+                    let below = (from - lowest) * size;
+                    multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
+                    let mut totals = [0.0; QUERIES];
+                    for ((index, total), p) in indices.clone().zip(&mut totals).zip(p.chunks_exact_mut(row)) {
+                        let (head, token) = place(index);
+                        let position = past + token;
+                        let seen = shape.first_in_window(position) - from..position + 1 - from;
+                        (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap, sinks.map(|sinks| sinks[head]));
+                    }
+                    multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
+                    for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {
+                        let (head, token) = place(index);
+                        divide(&mut x[..head_size], total);
+                        // SAFETY: this task alone writes this head's part of the row.
+                        unsafe { out.store(first_row + token, head * head_size, &x[..head_size]) };
+                    }
                 }
-            }
-        },
-    );
+            },
+        );
+    }
 }
 
 /// Upcasts rows of `head_size` into rows of `size`, padded with zeros.

@@ -268,9 +268,7 @@ fn forward_head(
 /// and the softmax's denominator.
 #[inline(always)]
 pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f32>, sink: Option<f32>) -> (f32, f32) {
-    p[..seen.start].fill(0.0);
-    p[seen.end..].fill(0.0);
-    let seen = &mut p[seen];
+    let seen = zero_outside(p, seen);
     if let Some(cap) = softcap {
         math::soft_cap(seen, cap);
     }
@@ -280,6 +278,14 @@ pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f3
     }
     let total = sum(seen);
     (top, sink.map_or(total, |sink| total + math::exp(sink - top)))
+}
+
+/// Sets the elements outside `range` to 0, and returns the others.
+#[inline(always)]
+fn zero_outside(row: &mut [f32], range: Range<usize>) -> &mut [f32] {
+    row[..range.start].fill(0.0);
+    row[range.end..].fill(0.0);
+    &mut row[range]
 }
 
 /// Divides a row by the softmax's denominator.
@@ -459,13 +465,9 @@ fn backward_head(
                 for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
                     let i = first + r;
                     let seen = if i < seq_len { sequence.first_key(i) - lowest..i + 1 - lowest } else { 0..0 };
-                    for row in [&mut *p, &mut *dp] {
-                        row[..seen.start].fill(0.0);
-                        row[seen.end..keys].fill(0.0);
-                    }
                     let mask = sequence.mask_row(head, i) + lowest + seen.start;
-                    let p = &mut p[seen.clone()];
-                    let dp = &mut dp[seen];
+                    let p = zero_outside(&mut p[..keys], seen.clone());
+                    let dp = zero_outside(&mut dp[..keys], seen);
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(mask, dp);
                     }

@@ -16,7 +16,7 @@ use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -92,17 +92,13 @@ impl CheckpointWriter<'_> {
 /// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time during
 /// which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
 fn run_overlapped<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
-    let save = Mutex::new(Some(save));
+    // A thread that cannot start drops its closure, so the closure only borrows `save`.
+    let save = LazyLock::new(save);
     let began = Instant::now();
-    let run_save = || {
-        let save = save.lock().ok().and_then(|mut save| save.take());
-        if let Some(save) = save {
-            save();
-        }
-    };
     let (result, passed) = thread::scope(|threads| {
-        if !on_thread || thread::Builder::new().name("saving".into()).spawn_scoped(threads, run_save).is_err() {
-            run_save();
+        let thread = thread::Builder::new().name("saving".into());
+        if !on_thread || thread.spawn_scoped(threads, || *LazyLock::force(&save)).is_err() {
+            LazyLock::force(&save);
         }
         let clock = Instant::now();
         (passes(), clock.elapsed())

@@ -7,6 +7,7 @@ use super::collective::ProcessGroup;
 use super::device::DeviceContext;
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, before_candle, check};
+use super::kernels::pass::PassInputs;
 use super::kernels::{CandleKernels, Kernels};
 use super::model::{Checkpointing, Decoder, DropoutRates, ForwardMode, InputIds, ModelSpec, Parameters, Workspace};
 use super::optim::{Gradients, MasterWeights};
@@ -131,8 +132,8 @@ fn check_graph(device: &Device) -> candle_core::Result<()> {
             let tokens = InputIds::new(&ids, SHAPE.1);
             let mode = ForwardMode::Train { seed, micro_batch };
             let scale = (micro_batch + 1) as f32;
-            let buffers = Some((grads, &workspace));
-            let inputs = model.pass_inputs(&weights, tokens, mode, (&ids, Some(scale), None), buffers);
+            let buffers = Some(workspace.pass_identity([&weights, grads], tokens));
+            let inputs = PassInputs { seed: Some(scale), buffers, ..model.pass_inputs(tokens, &ids, mode) };
             model.kernels().pass(&inputs, &mut || {
                 model.forward(&weights, tokens, mode, &mut workspace, &mut ())?;
                 model.loss_and_head_gradient(&weights, &ids, (scale, None), &workspace, grads, &mut ())?;

@@ -3,6 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::{ProcessGroup, gather};
+use crate::engine::kernels::pass::PassInputs;
 use crate::engine::model::{ForwardMode, Hook, Parameters};
 use crate::engine::optim::{Collector, Gradients, Update};
 use crate::precision::{PrecisionUnit, UpdateCounts};
@@ -67,10 +68,12 @@ impl Passes<'_> {
             needs_log_probs || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
         let records = !host_acts && !weights.device().is_cpu();
         let target_weights = if records { objective.weights(batch).map(<[f32]>::to_vec) } else { None };
-        let known_seed = if needs_log_probs { None } else { Some(seed) };
-        let targets = (&batch.labels[..], known_seed, target_weights.as_deref());
-        let buffers = records.then_some((out, &*workspace));
-        let inputs = model.pass_inputs(weights, batch.tokens(), mode, targets, buffers);
+        let inputs = PassInputs {
+            seed: (!needs_log_probs).then_some(seed),
+            weights: target_weights.as_deref(),
+            buffers: records.then(|| workspace.pass_identity([weights, out], batch.tokens())),
+            ..model.pass_inputs(batch.tokens(), &batch.labels, mode)
+        };
         let mut forward = Duration::ZERO;
         let done = model.kernels().pass(&inputs, &mut || {
             let hook: &mut dyn Hook = if records { &mut () } else { &mut hook };

@@ -26,7 +26,6 @@ use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::pass::PassInputs;
 use crate::engine::kernels::rope::{CosSinCache, Direction, PositionIds};
 use candle_core::{DType, Result, Tensor, bail};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 /// Whether dropout is on, and its random masks.
@@ -207,30 +206,13 @@ impl Decoder {
         self.kernels.clone()
     }
 
-    /// The host's inputs of a pass in training over `tokens`. `buffers` are gradients and activations, if the pass may be
-    /// recorded: weights, gradients and activations of another identity are in other memory.
-    pub fn pass_inputs<'a>(
-        &'a self,
-        weights: &Parameters,
-        tokens: InputIds<'a>,
-        mode: ForwardMode,
-        (targets, seed, weights_of_targets): (&'a [u32], Option<f32>, Option<&'a [f32]>),
-        buffers: Option<(&Parameters, &Workspace)>,
-    ) -> PassInputs<'a> {
+    /// The host's inputs of a pass in training over `tokens` with these targets. The pass is not recorded, and its loss has no
+    /// known factors.
+    pub fn pass_inputs<'a>(&'a self, tokens: InputIds<'a>, targets: &'a [u32], mode: ForwardMode) -> PassInputs<'a> {
         let draw = if let ForwardMode::Train { micro_batch, .. } = mode { micro_batch } else { 0 };
-        let identity = |(grads, ws): (&Parameters, &Workspace)| {
-            let mut hasher = DefaultHasher::new();
-            for parameters in [weights, grads] {
-                parameters.hash_identity(&mut hasher);
-            }
-            ws.head.logits.id().hash(&mut hasher);
-            ws.has_short_ropes(tokens.documents).hash(&mut hasher);
-            hasher.finish()
-        };
         let InputIds { ids, seq_len, documents } = tokens;
         let windows = &self.windows[..];
-        let buffers = buffers.map(identity);
-        PassInputs { ids, seq_len, documents, targets, seed, weights: weights_of_targets, draw, windows, buffers }
+        PassInputs { ids, seq_len, documents, targets, seed: None, weights: None, draw, windows, buffers: None }
     }
 
     /// The attention of block `block` over `batch` sequences.

@@ -7,7 +7,9 @@
 mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
+use super::decoder::InputIds;
 use super::mixture::{Decisions, Experts, LoadBalance};
+use super::parameters::Parameters;
 use super::rope::{QueryScale, Rope};
 use super::spec::{ModelSpec, QkNorm};
 use crate::engine::kernels::NormOutput;
@@ -18,6 +20,7 @@ use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 
 /// Activation checkpointing: the activations that the forward pass keeps for the backward pass.
@@ -603,6 +606,18 @@ impl Workspace {
         let context = spec.rope.as_ref().and_then(Rope::short_context).filter(|context| *context < self.seq_len);
         let short = |context| Ok::<_, Error>((context, of_len(context)?));
         Ok(Self { rope_caches, short_rope_caches: context.map(short).transpose()?, ..self })
+    }
+
+    /// The identity of a pass over `tokens` to record, with these weights and gradients: a pass of another identity has other buffers
+    /// or kernels.
+    pub fn pass_identity(&self, parameters: [&Parameters; 2], tokens: InputIds<'_>) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for parameters in parameters {
+            parameters.hash_identity(&mut hasher);
+        }
+        self.head.logits.id().hash(&mut hasher);
+        self.has_short_ropes(tokens.documents).hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Gives `unit` buffers of a different compute type; other units keep their buffers.

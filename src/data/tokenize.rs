@@ -38,20 +38,16 @@ pub(super) fn tokenize(
     writer: TokenWriter,
     report: &mut dyn FnMut(LoadEvent),
 ) -> Result<(TokenWriter, u64)> {
-    let batch = Vec::new();
-    let running = false;
-    let ended = false;
-    let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
     let mut job = TokenizeJob {
         tokenizer,
         writer,
-        batch,
-        batch_bytes,
-        text_bytes,
-        trained_bytes,
-        running,
-        ended,
-        trained_tokens,
+        batch: Vec::new(),
+        batch_bytes: 0,
+        text_bytes: 0,
+        trained_bytes: 0,
+        running: false,
+        ended: false,
+        trained_tokens: 0,
     };
     let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
     let total = sizes.iter().sum();
@@ -62,14 +58,7 @@ pub(super) fn tokenize(
     for (document, size) in documents.iter().zip(sizes) {
         let text_before = job.text_bytes;
         document.read(&mut rows, &mut |chunk| {
-            job.text_bytes += chunk.text.len() as u64;
-            job.trained_bytes += match &chunk.loss_mask {
-                LossMask::All => chunk.text.len() as u64,
-                LossMask::None => 0,
-                LossMask::Ranges(parts) => parts.iter().map(|part| part.len() as u64).sum(),
-            };
-            job.batch_bytes += chunk.text.len();
-            job.batch.push(chunk);
+            job.push(chunk);
             if job.batch_bytes >= BATCH_BYTES {
                 job.flush()?;
                 // A Parquet file unpacks to more text than it has bytes.
@@ -96,6 +85,17 @@ pub(super) fn tokenize(
 }
 
 impl TokenizeJob<'_> {
+    fn push(&mut self, chunk: TextChunk) {
+        self.text_bytes += chunk.text.len() as u64;
+        self.trained_bytes += match &chunk.loss_mask {
+            LossMask::All => chunk.text.len() as u64,
+            LossMask::None => 0,
+            LossMask::Ranges(parts) => parts.iter().map(|part| part.len() as u64).sum(),
+        };
+        self.batch_bytes += chunk.text.len();
+        self.batch.push(chunk);
+    }
+
     fn flush(&mut self) -> Result<()> {
         let chunks = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;

@@ -172,32 +172,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
     let mut say = |key: &str, value: String| lines.push(format!("{key:<12} {value}"));
     say("checkpoint", path.display().to_string());
     if manifest.kind == CheckpointKind::Full {
-        let checkpoint = Checkpoint::open(&path)?;
-        let (state, spec) = (checkpoint.state(), checkpoint.spec());
-        say("model", format!("{}, {} parameters", state.fingerprint.model, spec.parameter_count()));
-        say("policy", state.fingerprint.policy.clone());
-        say("data", state.fingerprint.data.clone());
-        say("step", format!("{}, {} of them applied", state.step, state.updates));
-        say("tokens", state.tokens.to_string());
-        if state.fingerprint.policy.parse().is_ok_and(PrecisionPolicy::needs_loss_scale) {
-            say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
-        }
-        let fallen =
-            state.fallback.iter().filter_map(|(unit, record)| Some(format!("{unit} since step {}", record.since?)));
-        let fallen: Vec<_> = fallen.collect();
-        if !fallen.is_empty() {
-            say("fallback", fallen.join(", "));
-        }
-        say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.row));
-        say("seed", state.seed.to_string());
-        if let Some(best) = state.best {
-            let kept = path.parent().is_some_and(|run| {
-                list(run)
-                    .is_ok_and(|all| all.iter().any(|one| one.step == best.step && one.validation_loss().is_some()))
-            });
-            let kept = if kept { "" } else { ", not kept" };
-            say("best", format!("validation loss {} at step {}{kept}", decimals(best.loss, 4), best.step));
-        }
+        describe_state(&Checkpoint::open(&path)?, &mut say);
     } else {
         if let Some(damage) = verify(&path).into_iter().next() {
             return Err(damage.into());
@@ -211,6 +186,32 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("file", format!("{name:<22} {:>9}  sha256 {}", bytes(digest.bytes), digest.sha256));
     }
     Ok(lines)
+}
+
+fn describe_state(checkpoint: &Checkpoint, say: &mut dyn FnMut(&str, String)) {
+    let (state, spec) = (checkpoint.state(), checkpoint.spec());
+    say("model", format!("{}, {} parameters", state.fingerprint.model, spec.parameter_count()));
+    say("policy", state.fingerprint.policy.clone());
+    say("data", state.fingerprint.data.clone());
+    say("step", format!("{}, {} of them applied", state.step, state.updates));
+    say("tokens", state.tokens.to_string());
+    if state.fingerprint.policy.parse().is_ok_and(PrecisionPolicy::needs_loss_scale) {
+        say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
+    }
+    let fallen =
+        state.fallback.iter().filter_map(|(unit, record)| Some(format!("{unit} since step {}", record.since?)));
+    let fallen: Vec<_> = fallen.collect();
+    if !fallen.is_empty() {
+        say("fallback", fallen.join(", "));
+    }
+    say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.row));
+    say("seed", state.seed.to_string());
+    if let Some(best) = state.best {
+        let others = checkpoint.path().parent().and_then(|run| list(run).ok()).unwrap_or_default();
+        let is_kept = others.iter().any(|one| one.step == best.step && one.validation_loss().is_some());
+        let kept = if is_kept { "" } else { ", not kept" };
+        say("best", format!("validation loss {} at step {}{kept}", decimals(best.loss, 4), best.step));
+    }
 }
 
 fn verification(path: &Path) -> Result<(Vec<String>, bool)> {

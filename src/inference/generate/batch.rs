@@ -32,6 +32,14 @@ impl Completion {
     }
 }
 
+/// A text that is being generated.
+struct Running<'a> {
+    /// The number of its request.
+    number: usize,
+    text: Continuation<'a>,
+    log_probs: Vec<f32>,
+}
+
 /// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number
 /// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts
 /// or on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the
@@ -61,7 +69,7 @@ fn run(
     let device = weights.device();
     let mut cache = KvCache::empty(policy, &device);
     let mut waiting = requests.iter().enumerate();
-    let mut running: Vec<(usize, Vec<f32>, Continuation<'_>)> = Vec::new();
+    let mut running: Vec<Running<'_>> = Vec::new();
     loop {
         let mut rows: usize = running.len();
         while running.len() < batch_size.max(1) && rows < PASS_TOKENS {
@@ -73,16 +81,14 @@ fn run(
                 continue;
             }
             cache.add(model.spec(), capacity)?;
-            running.push((number, Vec::new(), text));
+            running.push(Running { number, text, log_probs: Vec::new() });
             rows += request.prompt.len();
         }
         if running.is_empty() {
             return Ok(());
         }
-        let ids = running
-            .iter()
-            .enumerate()
-            .map(|(row, (.., text))| text.undecoded(cache.reusable(model.spec(), row, text.seen.len())));
+        let texts = running.iter().map(|one| &one.text).enumerate();
+        let ids = texts.map(|(row, text)| text.undecoded(cache.reusable(model.spec(), row, text.seen.len())));
         let ids: Vec<&[u32]> = ids.collect();
         let hidden = model.decode_batch(weights, &ids, &mut cache)?;
         let mut end = 0;
@@ -93,16 +99,15 @@ fn run(
         let last = hidden.index_select(&Tensor::new(last.collect::<Vec<u32>>(), &device)?, 0)?;
         let stored = model.logits(weights, &last)?;
         let logits = to_host(&stored.to_dtype(DType::F32)?)?;
-        let choose =
-            |(row, (.., text)): (usize, &mut (usize, Vec<f32>, Continuation<'_>))| text.choose(logits.get(row)?);
-        let chosen = running.par_iter_mut().enumerate().map(choose).collect::<Result<Vec<u32>>>()?;
-        for ((_, log_probs, _), log_prob) in running.iter_mut().zip(model.log_probs(&stored, &chosen)?) {
-            log_probs.push(log_prob);
+        let chosen = running.par_iter_mut().enumerate().map(|(row, one)| one.text.choose(logits.get(row)?));
+        let chosen = chosen.collect::<Result<Vec<u32>>>()?;
+        for (one, log_prob) in running.iter_mut().zip(model.log_probs(&stored, &chosen)?) {
+            one.log_probs.push(log_prob);
         }
         for row in (0..running.len()).rev() {
-            if let Some(reason) = running[row].2.stopped() {
+            if let Some(reason) = running[row].text.stopped() {
                 cache.remove(row);
-                let (number, log_probs, text) = running.remove(row);
+                let Running { number, text, log_probs } = running.remove(row);
                 on_end(number, Completion { ids: text.new_ids().to_vec(), log_probs, reason })?;
             }
         }

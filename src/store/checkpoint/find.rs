@@ -129,12 +129,11 @@ pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Resul
     listed.retain(is_whole);
     listed.sort_by_key(CheckpointEntry::sequence);
     let wanted = keep.last.max(1);
-    let mut good = 0;
-    let oldest_kept = (0..listed.len()).rev().find(|&at| {
-        // Verification reads every byte, so skip it if nothing would be removed.
-        good += usize::from(listed.len() > wanted && super::verify(&listed[at].path).is_empty());
-        good == wanted
-    });
+    if listed.len() <= wanted {
+        return Ok(Vec::new());
+    }
+    let mut good = (0..listed.len()).rev().filter(|&at| super::verify(&listed[at].path).is_empty());
+    let oldest_kept = good.nth(wanted - 1);
     listed.truncate(oldest_kept.unwrap_or(0));
     Ok(listed.into_iter().map(|one| one.path).filter(|path| Some(path) != best.as_ref()).collect())
 }

@@ -384,22 +384,22 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
     let (mut product, mut after_text) = (false, false);
     while at < bytes.len() && !close.is_some_and(|close| text[at..].starts_with(close)) {
         let start = at;
+        if bytes[at] == b'%' && depth < MAX_DEPTH {
+            let end = operand_end(text, at + 1);
+            let right = &text[at + 1..end];
+            let is_number = right.trim_start().starts_with(|c: char| c.is_ascii_digit());
+            if (after_text || !(product || is_number)) && !right.trim().is_empty() {
+                out.extend(["|", PERCENT, "("]);
+                expression(right, 0, None, depth + 1, out);
+                out.push(')');
+                (at, after_text) = (end, true);
+                continue;
+            }
+        }
         match bytes[at] {
-            b'%' => {
-                let end = operand_end(text, at + 1);
-                let right = &text[at + 1..end];
-                let number = right.trim_start().starts_with(|c: char| c.is_ascii_digit());
-                if (after_text || !(product || number)) && depth < MAX_DEPTH && !right.trim().is_empty() {
-                    out.extend(["|", PERCENT, "("]);
-                    expression(right, 0, None, depth + 1, out);
-                    out.push(')');
-                    at = end;
-                    after_text = true;
-                    continue;
-                }
+            b'%' | b'*' | b'/' => {
                 at += 1;
-                product = true;
-                after_text = false;
+                (product, after_text) = (true, false);
             }
             b'"' | b'\'' => {
                 at = string_end(text, at);
@@ -412,11 +412,6 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
                 // Brackets that contain a text may have a text as their value.
                 (at, after_text) = (end, text[at..end].contains(['"', '\'']));
                 continue;
-            }
-            b'*' | b'/' => {
-                at += 1;
-                product = true;
-                after_text = false;
             }
             byte => {
                 let operand = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'|') || byte >= 128;

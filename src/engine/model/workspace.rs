@@ -35,8 +35,25 @@ pub enum Checkpointing {
     PerBlock,
 }
 
-/// Whether an evaluation has a backward pass, and the activations that it keeps: its blocks share their buffers.
-const EVALUATION: (bool, Checkpointing) = (false, Checkpointing::PerBlock);
+/// The passes that buffers are for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Purpose {
+    /// Forward and backward passes, which keep these activations.
+    Training(Checkpointing),
+    /// Forward passes alone.
+    Evaluation,
+}
+
+impl Purpose {
+    fn trains(self) -> bool {
+        matches!(self, Self::Training(_))
+    }
+
+    /// Blocks share their buffers in an evaluation.
+    fn keep(self) -> Checkpointing {
+        if let Self::Training(keep) = self { keep } else { Checkpointing::PerBlock }
+    }
+}
 
 /// Normalised heads of queries and keys.
 #[derive(Debug)]
@@ -212,11 +229,10 @@ pub(super) type BlockBuffers<'a> = (&'a BlockActivations, &'a LayerScratch);
 #[derive(Debug)]
 pub struct Workspace<T = Tensor> {
     policy: PrecisionPolicy,
-    keep: Checkpointing,
-    train: bool,
+    purpose: Purpose,
     pub(super) batch: usize,
     pub(super) seq_len: usize,
-    /// The documents of the current tokens, as in [`InputIds`](super::Tokens); empty if each sequence is one.
+    /// The documents of the current tokens, as in [`InputIds`]; empty if each sequence is one.
     documents: Vec<u32>,
     /// Whether the current tokens have the rotary tables of short sequences.
     short_ropes: bool,
@@ -373,7 +389,7 @@ impl<T> LayerScratch<T> {
         spec: &ModelSpec,
         tokens: usize,
         (compute, stream): (DType, DType),
-        (train, keep): (bool, Checkpointing),
+        purpose: Purpose,
         allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
         let rows = |columns: usize| allocate(&[tokens, columns], compute);
@@ -399,21 +415,22 @@ impl<T> LayerScratch<T> {
             branch: rows(spec.hidden_size)?,
             activated: mlp_rows(spec.intermediate_size)?,
             routed: routed()?,
-            adapter: AdapterBuffers::alloc(spec, tokens, compute, train, allocate)?,
-            gradients: train.then(gradients).transpose()?,
-            block: (keep == Checkpointing::PerBlock || spec.first_trained_block() > 0).then(block).transpose()?,
+            adapter: AdapterBuffers::alloc(spec, tokens, compute, purpose.trains(), allocate)?,
+            gradients: purpose.trains().then(gradients).transpose()?,
+            block: (purpose.keep() == Checkpointing::PerBlock || spec.first_trained_block() > 0)
+                .then(block)
+                .transpose()?,
         })
     }
 }
 
 impl<T> Workspace<T> {
-    /// The one list of buffers, for training (with `train`) or evaluation: `kept` makes those of the forward pass that
-    /// the backward pass reads, `scratch` the others.
+    /// The one list of buffers: `kept` makes those of the forward pass that the backward pass reads, `scratch` the others.
     fn alloc(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         (batch, seq_len): (usize, usize),
-        (train, keep): (bool, Checkpointing),
+        purpose: Purpose,
         on_gpu: bool,
         kept: AllocFn<'_, T>,
         scratch: AllocFn<'_, T>,
@@ -421,15 +438,14 @@ impl<T> Workspace<T> {
         let tokens = batch * seq_len;
         let width = spec.hidden_size;
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let all = if keep == Checkpointing::None { spec.num_layers - spec.first_trained_block() } else { 0 };
+        let all = if purpose.keep() == Checkpointing::None { spec.num_layers - spec.first_trained_block() } else { 0 };
         let backward = || -> Result<ResidualGrad<T>> {
             Ok(ResidualGrad { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
         };
-        let grads = (train && spec.trains_head()).then(|| candle_dtype(policy.grads));
+        let grads = (purpose.trains() && spec.trains_head()).then(|| candle_dtype(policy.grads));
         Ok(Self {
             policy,
-            keep,
-            train,
+            purpose,
             batch,
             seq_len,
             documents: Vec::new(),
@@ -442,8 +458,8 @@ impl<T> Workspace<T> {
                 .collect::<Result<_>>()?,
             final_norm: NormOutput::alloc(spec.norm, tokens, width, compute, kept)?,
             head: CrossEntropyWorkspace::alloc([tokens, spec.vocab_size, width], compute, grads, on_gpu, scratch)?,
-            backward: train.then(backward).transpose()?,
-            scratch: vec![LayerScratch::alloc(spec, tokens, (compute, stream), (train, keep), scratch)?],
+            backward: purpose.trains().then(backward).transpose()?,
+            scratch: vec![LayerScratch::alloc(spec, tokens, (compute, stream), purpose, scratch)?],
             rope_caches: RopeCaches::default(),
             short_rope_caches: None,
         })
@@ -512,7 +528,7 @@ impl<T> Workspace<T> {
 
     /// The part that is kept for the backward pass.
     pub fn keep(&self) -> Checkpointing {
-        self.keep
+        self.purpose.keep()
     }
 
     /// Sequences in a batch.
@@ -538,7 +554,7 @@ impl Workspace<()> {
         keep: Checkpointing,
         on_gpu: bool,
     ) -> Result<WorkspaceBytes> {
-        Self::count(spec, policy, (batch, seq_len), (true, keep), on_gpu)
+        Self::count(spec, policy, (batch, seq_len), Purpose::Training(keep), on_gpu)
     }
 
     /// The size of a workspace for evaluation.
@@ -548,8 +564,8 @@ impl Workspace<()> {
         [batch, seq_len]: [usize; 2],
         on_gpu: bool,
     ) -> Result<u64> {
-        let WorkspaceBytes { activations, scratch } = Self::count(spec, policy, (batch, seq_len), EVALUATION, on_gpu)?;
-        Ok(activations + scratch)
+        let bytes = Self::count(spec, policy, (batch, seq_len), Purpose::Evaluation, on_gpu)?;
+        Ok(bytes.activations + bytes.scratch)
     }
 
     /// Fails above [`Self::MAX_BYTES`].
@@ -557,7 +573,7 @@ impl Workspace<()> {
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         shape: (usize, usize),
-        settings: (bool, Checkpointing),
+        purpose: Purpose,
         on_gpu: bool,
     ) -> Result<WorkspaceBytes> {
         let (activations, scratch) = (Cell::new(0), Cell::new(0));
@@ -570,7 +586,7 @@ impl Workspace<()> {
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
         let overwritten = |shape: &[usize], dtype| count(&scratch, shape, dtype);
-        Self::alloc(spec, policy, shape, settings, on_gpu, &kept, &overwritten)?;
+        Self::alloc(spec, policy, shape, purpose, on_gpu, &kept, &overwritten)?;
         Ok(WorkspaceBytes { activations: activations.get(), scratch: scratch.get() })
     }
 }
@@ -585,8 +601,8 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let on_gpu = !device.is_cpu();
-        Self::alloc(spec, policy, shape, (true, keep), on_gpu, &zeros, &zeros)?.with_rope_caches(spec, device)
+        Self::alloc(spec, policy, shape, Purpose::Training(keep), !device.is_cpu(), &zeros, &zeros)?
+            .with_rope_caches(spec, device)
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -597,7 +613,8 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::alloc(spec, policy, shape, EVALUATION, !device.is_cpu(), &zeros, &zeros)?.with_rope_caches(spec, device)
+        Self::alloc(spec, policy, shape, Purpose::Evaluation, !device.is_cpu(), &zeros, &zeros)?
+            .with_rope_caches(spec, device)
     }
 
     fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {
@@ -636,8 +653,8 @@ impl Workspace {
             }
             PrecisionUnit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
             PrecisionUnit::NonBlock => {
-                let grads =
-                    (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
+                let grads = (self.purpose.trains() && spec.trains_head())
+                    .then(|| candle_dtype(self.policy.with_compute(compute).grads));
                 self.final_norm = NormOutput::alloc(spec.norm, tokens, spec.hidden_size, dtype, &zeros)?;
                 let sizes = [tokens, spec.vocab_size, spec.hidden_size];
                 self.head = CrossEntropyWorkspace::alloc(sizes, dtype, grads, !device.is_cpu(), &zeros)?;
@@ -648,8 +665,7 @@ impl Workspace {
         let used: Vec<DType> = self.compute.iter().copied().chain([policy, last]).collect();
         self.scratch.retain(|scratch| used.contains(&scratch.compute));
         if self.scratch(dtype).is_err() {
-            let settings = (self.train, self.keep);
-            self.scratch.push(LayerScratch::alloc(spec, tokens, (dtype, stream), settings, &zeros)?);
+            self.scratch.push(LayerScratch::alloc(spec, tokens, (dtype, stream), self.purpose, &zeros)?);
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::{Checkpointing, LayerScratch, RopeCaches, candle_dtype};
+use crate::engine::model::workspace::{LayerScratch, Purpose, RopeCaches, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::borrow::Cow;
@@ -136,8 +136,7 @@ impl Buffers {
         let mut blocks: Vec<LayerScratch> = Vec::new();
         for &dtype in compute {
             if LayerScratch::of(&blocks, dtype).is_err() {
-                let settings = (false, Checkpointing::PerBlock);
-                blocks.push(LayerScratch::alloc(spec, rows, (dtype, residual), settings, &zeros)?);
+                blocks.push(LayerScratch::alloc(spec, rows, (dtype, residual), Purpose::Evaluation, &zeros)?);
             }
         }
         Ok(Self { rows, stream: zeros(&[rows, spec.hidden_size], residual)?, blocks })

@@ -28,8 +28,7 @@ impl Workspace {
         let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
         Ok(Self {
             policy: self.policy,
-            keep: self.keep,
-            train: self.train,
+            purpose: self.purpose,
             batch: self.batch,
             seq_len,
             documents: Vec::new(),

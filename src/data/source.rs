@@ -292,22 +292,8 @@ impl DataSource {
                 let downloader = downloader.ok_or_else(|| {
                     Error::data(self, "must be downloaded, but this command does not use the network")
                 })?;
-                let (commit, read, left_out) = match path.as_ref().map(PathBuf::from) {
-                    Some(file) if DataFormat::from_path(&file).is_some() => (revision.clone(), vec![file], Vec::new()),
-                    path => {
-                        let HubListing { commit, mut files } = downloader.list(repo, revision)?;
-                        files.retain(|(file, _)| path.iter().all(|path| file.starts_with(path)));
-                        let file = path.filter(|path| files.iter().any(|(file, _)| file == path));
-                        let (read, left_out) = match file {
-                            Some(file) => (vec![file], Vec::new()),
-                            None => data_files(files, asked, self)?,
-                        };
-                        (commit, read, left_out)
-                    }
-                };
-                if path.is_none() {
-                    self.check_configurations(&read)?;
-                }
+                let path = path.as_ref().map(Path::new);
+                let (commit, read, left_out) = self.hub_files(repo, revision, path, asked, downloader)?;
                 let download = |file: PathBuf| {
                     let name = file.to_string_lossy();
                     let path = downloader.download(HubFile { repo, revision: &commit, file: &name })?;
@@ -337,6 +323,30 @@ impl DataSource {
             Self::Path(path) => vec![document(path.clone())],
         };
         Ok(Files { documents, left_out: Vec::new(), _spool: None })
+    }
+
+    /// The commit of a repository, its files to read, and the names of the others.
+    fn hub_files(
+        &self,
+        repo: &str,
+        revision: &str,
+        path: Option<&Path>,
+        asked: Option<DataFormat>,
+        downloader: &mut dyn Downloader,
+    ) -> Result<(String, Vec<PathBuf>, Vec<String>)> {
+        if let Some(file) = path.filter(|path| DataFormat::from_path(path).is_some()) {
+            return Ok((revision.to_owned(), vec![file.to_owned()], Vec::new()));
+        }
+        let HubListing { commit, mut files } = downloader.list(repo, revision)?;
+        files.retain(|(file, _)| path.is_none_or(|path| file.starts_with(path)));
+        if let Some(file) = path.filter(|path| files.iter().any(|(file, _)| file.as_path() == *path)) {
+            return Ok((commit, vec![file.to_owned()], Vec::new()));
+        }
+        let (read, left_out) = data_files(files, asked, self)?;
+        if path.is_none() {
+            self.check_configurations(&read)?;
+        }
+        Ok((commit, read, left_out))
     }
 
     /// Rejects `files` of several configurations: their folders have files of the same names, as Python's `datasets` writes them.

@@ -1,9 +1,9 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
-use super::{Rgb, colours};
+use super::colours;
 use crate::ui::{ColorScheme, DOTS, format};
 use crate::{Error, Result};
-use ratatui::buffer::Buffer;
+use ratatui::buffer::{Buffer, Cell};
 use ratatui::style::Modifier;
 
 /// Pixels of a cell, the size of a half-width glyph.
@@ -18,9 +18,7 @@ pub(super) fn png(buffer: &Buffer, scheme: ColorScheme) -> Result<Vec<u8>> {
         while x < columns {
             let cell = &buffer[(x as u16, y as u16)];
             let cells = format::columns(cell.symbol()).clamp(1, 2);
-            let bold = cell.modifier.contains(Modifier::BOLD);
-            let glyph = cell.symbol().chars().next().unwrap_or(' ');
-            canvas.glyph((x, y), cells.min(columns - x), glyph, colours(cell, scheme), bold);
+            canvas.draw((x, y), cells.min(columns - x), cell, scheme);
             x += cells;
         }
     }
@@ -39,8 +37,11 @@ struct PixelBuffer {
 }
 
 impl PixelBuffer {
-    /// Draws a character over `cells` cells.
-    fn glyph(&mut self, (x, y): (usize, usize), cells: usize, c: char, (ink, paper): (Rgb, Rgb), bold: bool) {
+    /// Draws a cell's character over `cells` cells.
+    fn draw(&mut self, (x, y): (usize, usize), cells: usize, cell: &Cell, scheme: ColorScheme) {
+        let (ink, paper) = colours(cell, scheme);
+        let bold = cell.modifier.contains(Modifier::BOLD);
+        let c = cell.symbol().chars().next().unwrap_or(' ');
         let glyph = unifont::get_glyph(c);
         let width = cells * WIDTH;
         // Compress a glyph that is too wide, and leave its last column empty: it would touch its neighbour.

@@ -19,6 +19,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Read;
 use std::process::{ExitCode, ExitStatus};
+use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use strum::VariantArray;
@@ -41,18 +42,16 @@ pub(crate) fn passing_families(
     };
     // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
-        let trial = |&family: &KernelFamily| (family, scope.spawn(move || run(gpu_id, family)));
-        let can_be_tried = |family: &&KernelFamily| match family {
+        let can_be_tried = |family: &KernelFamily| match family {
             KernelFamily::Graph => records,
             KernelFamily::AttentionWgmma => gpu::has_wgmma(device),
             _ => true,
         };
-        let tried = KernelFamily::VARIANTS.iter().filter(can_be_tried);
-        let trials: Vec<_> = tried.map(trial).collect();
-        let ended = |(family, trial): (_, ScopedJoinHandle<'_, _>)| {
-            (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into())))
-        };
-        trials.into_iter().map(ended).collect::<Vec<_>>()
+        let families = KernelFamily::VARIANTS.iter().copied().filter(can_be_tried);
+        let trials: Vec<_> = families.map(|family| (family, scope.spawn(move || run(gpu_id, family)))).collect();
+        let result =
+            |trial: ScopedJoinHandle<'_, _>| trial.join().unwrap_or_else(|_| Err("could not be tested".into()));
+        trials.into_iter().map(|(family, trial)| (family, result(trial))).collect::<Vec<_>>()
     });
     let mut passing = BTreeSet::new();
     let mut failed = Vec::new();
@@ -105,54 +104,62 @@ pub(crate) fn agree(
 
 /// Fails unless the passes of a small model have the same bits if they are recorded and replayed with new inputs.
 fn check_graph(device: &Device) -> candle_core::Result<()> {
-    const SHAPE: (usize, usize) = (2, 16);
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     let Some(spec) = ModelSpec::named("tiny") else { bail!("there is no model `tiny`") };
     let dropout = DropoutRates { embedding: 0.1, attention: 0.1, residual: 0.1 };
     let spec = ModelSpec { dropout, ..spec.resized(1, 64, 2) };
-    let policy = PrecisionPolicy::FP16;
     let with = |records: bool| {
         let families = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
         before_candle(families.copied().collect(), device)
     };
     let masters = Parameters::random(&spec.parameters(), seed, device)?;
-    let (_, weights) = MasterWeights::new(masters, policy, &*with(false)?)?;
-    let passes = |records: bool| -> candle_core::Result<Vec<Vec<u32>>> {
-        let model = Decoder::new(&spec, &weights, with(records)?)?;
-        let mut workspace = Workspace::for_training(&spec, policy, SHAPE, Checkpointing::None, device)?;
-        let grads = Gradients::new(&weights, policy, 1)?;
-        let grads = grads.micro_batch_grads();
-        let mut found = Vec::new();
-        // The first pass compiles the kernels, the second is recorded, and the graph is replayed from then on.
-        for micro_batch in 0..4 {
-            let random = Stream::new(seed, Domain::Bench);
-            let ids: Vec<u32> = (0..(SHAPE.0 * SHAPE.1) as u32)
-                .map(|token| random.block(0, micro_batch, token)[0] % spec.vocab_size as u32)
-                .collect();
-            let tokens = InputIds::new(&ids, SHAPE.1);
-            let mode = ForwardMode::Train { seed, micro_batch };
-            let scale = (micro_batch + 1) as f32;
-            let buffers = Some(workspace.pass_identity([&weights, grads], tokens));
-            let inputs = PassInputs { seed: Some(scale), buffers, ..model.pass_inputs(tokens, &ids, mode) };
-            model.kernels().pass(&inputs, &mut || {
-                model.forward(&weights, tokens, mode, &mut workspace, &mut ())?;
-                model.loss_and_head_gradient(&weights, &ids, (scale, None), &workspace, grads, &mut ())?;
-                model.backward(&weights, tokens, mode, &mut workspace, grads, &mut ())
-            })?;
-            if let Some(why) = model.kernels().take_notice() {
-                bail!("{why}");
-            }
-            for tensor in grads.tensors().iter().chain([workspace.losses()]) {
-                let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-                found.push(values.into_iter().map(f32::to_bits).collect());
-            }
-        }
-        Ok(found)
-    };
-    if passes(true)? != passes(false)? {
+    let (_, weights) = MasterWeights::new(masters, PrecisionPolicy::FP16, &*with(false)?)?;
+    if passes(&spec, &weights, with(true)?, seed)? != passes(&spec, &weights, with(false)?, seed)? {
         bail!("it differs from passes without one");
     }
     Ok(())
+}
+
+/// The bits of all gradients and losses of some FP16 passes over random tokens.
+fn passes(
+    spec: &ModelSpec,
+    weights: &Parameters,
+    kernels: Arc<dyn Kernels>,
+    seed: u64,
+) -> candle_core::Result<Vec<Vec<u32>>> {
+    const BATCH: usize = 2;
+    const SEQ_LEN: usize = 16;
+    let policy = PrecisionPolicy::FP16;
+    let model = Decoder::new(spec, weights, kernels)?;
+    let mut workspace =
+        Workspace::for_training(spec, policy, (BATCH, SEQ_LEN), Checkpointing::None, &weights.device())?;
+    let grads = Gradients::new(weights, policy, 1)?;
+    let grads = grads.micro_batch_grads();
+    let random = Stream::new(seed, Domain::Bench);
+    let mut found = Vec::new();
+    // The first pass compiles the kernels, the second is recorded, and the graph is replayed from then on.
+    for micro_batch in 0..4 {
+        let id = |token| random.block(0, micro_batch, token)[0] % spec.vocab_size as u32;
+        let ids: Vec<u32> = (0..(BATCH * SEQ_LEN) as u32).map(id).collect();
+        let tokens = InputIds::new(&ids, SEQ_LEN);
+        let mode = ForwardMode::Train { seed, micro_batch };
+        let scale = (micro_batch + 1) as f32;
+        let buffers = Some(workspace.pass_identity([weights, grads], tokens));
+        let inputs = PassInputs { seed: Some(scale), buffers, ..model.pass_inputs(tokens, &ids, mode) };
+        model.kernels().pass(&inputs, &mut || {
+            model.forward(weights, tokens, mode, &mut workspace, &mut ())?;
+            model.loss_and_head_gradient(weights, &ids, (scale, None), &workspace, grads, &mut ())?;
+            model.backward(weights, tokens, mode, &mut workspace, grads, &mut ())
+        })?;
+        if let Some(why) = model.kernels().take_notice() {
+            bail!("{why}");
+        }
+        for tensor in grads.tensors().iter().chain([workspace.losses()]) {
+            let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            found.push(values.into_iter().map(f32::to_bits).collect());
+        }
+    }
+    Ok(found)
 }
 
 /// Tries one operation in another process.

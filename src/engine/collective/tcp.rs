@@ -365,6 +365,13 @@ mod tests {
     use std::os::fd::FromRawFd;
     use std::thread;
 
+    fn listen(host: &str) -> (Master, TcpListener) {
+        let mut master = Master { host: host.into(), port: 0, job: "a".into() };
+        let listener = Tcp::listen(&master).unwrap();
+        master.port = listener.local_addr().unwrap().port();
+        (master, listener)
+    }
+
     #[test]
     fn a_port_in_use_is_waited_for() {
         let user = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -424,10 +431,8 @@ mod tests {
         let outside = socket.connect(("192.0.2.1", 9)).and_then(|()| socket.local_addr());
         let outside = outside.map_or("127.0.0.1".to_owned(), |address| address.ip().to_string());
         // A name of this machine with a loopback address, as `127.0.1.1 node1` in `/etc/hosts`.
-        let mut master = Master { host: "LOCALHOST".into(), port: 0, job: "a".into() };
-        let listener = Tcp::listen(&master).unwrap();
+        let (master, listener) = listen("LOCALHOST");
         assert!(listener.local_addr().unwrap().ip().is_unspecified());
-        master.port = listener.local_addr().unwrap().port();
         let from_outside = Master { host: outside, ..master.clone() };
         let mut listener = Some(listener);
         thread::scope(|scope| {
@@ -441,9 +446,7 @@ mod tests {
 
     #[test]
     fn processes_that_do_not_connect_in_time_are_named() {
-        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
-        let listener = Tcp::listen(&master).unwrap();
-        master.port = listener.local_addr().unwrap().port();
+        let (master, listener) = listen("127.0.0.1");
         let limit = Duration::from_millis(100);
         let error = Meeting::new(&launch(3, 0), &master, limit).gather(&listener).unwrap_err().to_string();
         assert_eq!(error, format!("process 1 did not connect to process 0 at {master} in time"));
@@ -454,9 +457,7 @@ mod tests {
     /// Its error is the cause; those of the others only hide it.
     #[test]
     fn a_leader_that_ends_during_the_start_is_a_lost_connection() {
-        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
-        let listener = Tcp::listen(&master).unwrap();
-        master.port = listener.local_addr().unwrap().port();
+        let (master, listener) = listen("127.0.0.1");
         thread::scope(|scope| {
             scope.spawn(|| listener.accept().map(drop).unwrap());
             let error = Meeting::new(&launch(2, 1), &master, HELLO_TIME).join().unwrap_err().to_string();
@@ -467,9 +468,7 @@ mod tests {
     #[test]
     fn processes_exchange_bytes_and_notice_an_end() {
         const BIG: usize = 3 << 20;
-        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
-        let listener = Tcp::listen(&master).unwrap();
-        master.port = listener.local_addr().unwrap().port();
+        let (master, listener) = listen("127.0.0.1");
         // Strangers: one of another job, one with another protocol, one that leaves.
         let of_other_job = [&[7; 16][..], &1u32.to_le_bytes(), &7u16.to_le_bytes()].concat();
         let strangers = [&of_other_job[..], b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b""];

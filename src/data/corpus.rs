@@ -332,14 +332,19 @@ mod tests {
     use crate::data::tokenizer::tests::{byte_level_bpe, prefixing};
     use crate::data::{ChatFormat, TemplateTokens};
 
+    /// A source with this content.
+    fn written(folder: &tempfile::TempDir, name: &str, content: &str) -> DataSource {
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path.display().to_string().parse().unwrap()
+    }
+
     /// The tail of a text has longer tokens than the rest; its first token is not predicted.
     #[test]
     fn bytes_of_a_validation_tail_are_its_own() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text.txt");
-        std::fs::write(&path, format!("{}{}", "x".repeat(900), " the".repeat(100))).unwrap();
+        let source = written(&folder, "text.txt", &("x".repeat(900) + &" the".repeat(100)));
         let tokenizer = Tokenizer::from_json(byte_level_bpe(), "a test's").unwrap();
-        let source = path.display().to_string().parse().unwrap();
         let set = DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();
         assert_eq!((set.train.len(), set.validation.len()), (900, 100));
         assert_eq!(set.validation_bytes_per_token, 4.0);
@@ -353,9 +358,7 @@ mod tests {
     fn completions_and_later_parts_of_a_text_get_no_space() {
         let folder = tempfile::tempdir().unwrap();
         let ids = |name: &str, content: &str, tokenizer: &Tokenizer| {
-            let path = folder.path().join(name);
-            std::fs::write(&path, content).unwrap();
-            let source = path.display().to_string().parse().unwrap();
+            let source = written(&folder, name, content);
             let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, tokenizer).unwrap();
             let mut ids = vec![0; tokens.len()];
             tokens.read(0, &mut ids);
@@ -383,8 +386,8 @@ mod tests {
     #[test]
     fn a_side_of_a_pair_without_tokens_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rows.jsonl");
-        std::fs::write(&path, "{\"prompt\": \" \", \"chosen\": \"  \", \"rejected\": \"a\"}\n".repeat(2)).unwrap();
+        let row = "{\"prompt\": \" \", \"chosen\": \"  \", \"rejected\": \"a\"}\n";
+        let source = written(&folder, "rows.jsonl", &row.repeat(2));
         let json = serde_json::json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
             "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
@@ -392,7 +395,6 @@ mod tests {
         });
         let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
         let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
-        let source = path.display().to_string().parse().unwrap();
         let error = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer).unwrap_err();
         assert!(error.to_string().contains("2 samples have no tokens"), "{error}");
     }
@@ -400,9 +402,7 @@ mod tests {
     #[test]
     fn cached_text_is_refused_by_an_objective_that_needs_pairs() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text.txt");
-        std::fs::write(&path, "some text").unwrap();
-        let source = path.display().to_string().parse().unwrap();
+        let source = written(&folder, "text.txt", "some text");
         let tokenizer = Tokenizer::byte();
         let refused = || {
             let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
@@ -418,9 +418,7 @@ mod tests {
     #[test]
     fn tokens_of_a_template_are_part_of_the_cache() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rows.jsonl");
-        std::fs::write(&path, r#"{"messages": [{"role": "assistant", "content": "b"}]}"#).unwrap();
-        let source = path.display().to_string().parse().unwrap();
+        let source = written(&folder, "rows.jsonl", r#"{"messages": [{"role": "assistant", "content": "b"}]}"#);
         let tokenizer = Tokenizer::byte();
         let first = |bos: &str| {
             let tokens = TemplateTokens { bos: Some(bos.to_owned()), eos: None };
@@ -439,11 +437,9 @@ mod tests {
     #[test]
     fn a_text_that_ends_with_the_end_of_text_gets_no_second_one() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rows.jsonl");
         let tokenizer = Tokenizer::byte();
         let labels = |rows: &[&str]| {
-            std::fs::write(&path, rows.join("\n").replace('$', "<|endoftext|>")).unwrap();
-            let source = path.display().to_string().parse().unwrap();
+            let source = written(&folder, "rows.jsonl", &rows.join("\n").replace('$', "<|endoftext|>"));
             let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, &tokenizer).unwrap();
             let mut labels = vec![0; tokens.len()];
             tokens.read_labels(0, &mut labels);
@@ -464,12 +460,10 @@ mod tests {
     #[test]
     fn an_empty_row_is_a_sample_without_loss_tokens() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rows.jsonl");
         let row = |prompt: &str, completion: &str| {
             serde_json::json!({ "prompt": prompt, "completion": completion }).to_string() + "\n"
         };
-        std::fs::write(&path, row("a", "b") + &row("", "") + &row("c", "")).unwrap();
-        let source = path.display().to_string().parse().unwrap();
+        let source = written(&folder, "rows.jsonl", &(row("a", "b") + &row("", "") + &row("c", "")));
         let tokenizer = Tokenizer::byte();
         let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, &tokenizer).unwrap();
         let eos = tokenizer.eos_id().unwrap();

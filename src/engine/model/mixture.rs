@@ -278,12 +278,7 @@ impl ExpertMlps {
         self.router.forward_into_fp32(cx, x, logits)?;
         op::Route { settings: self.settings, logits, weights, routes: &mut *routes }.run(cx.kernels)?;
         gather(cx, routes, x, rows)?;
-        self.for_each(cx, routes, |cx, expert, range| match range {
-            Some((first, count)) => {
-                expert.up.forward(cx, &rows.narrow(0, first, count)?, &acts.up.narrow(0, first, count)?)
-            }
-            None => Ok(()),
-        })
+        self.for_each(cx, routes, nothing, |cx, expert, part| expert.up.forward(cx, &part(rows)?, &part(&acts.up)?))
     }
 
     /// Multiplies the activation's output with the experts' weights, unless their outputs are.
@@ -310,12 +305,8 @@ impl ExpertMlps {
     /// Computes the weighted output of each of a token's experts.
     fn outputs(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>, rows: &Tensor) -> Result<()> {
         let Routing { weights, decisions, .. } = acts.routing()?;
-        let activated = &scratch.activated;
-        self.for_each(cx, &decisions.borrow().routes, |cx, expert, range| match range {
-            Some((first, count)) => {
-                expert.down.forward(cx, &activated.narrow(0, first, count)?, &rows.narrow(0, first, count)?)
-            }
-            None => Ok(()),
+        self.for_each(cx, &decisions.borrow().routes, nothing, |cx, expert, part| {
+            expert.down.forward(cx, &part(&scratch.activated)?, &part(rows)?)
         })?;
         if self.weighs_outputs { op::ScaleRows { x: rows, weights }.run(cx.kernels) } else { Ok(()) }
     }
@@ -342,12 +333,9 @@ impl ExpertMlps {
                 .run(cx.kernels)?;
             op::ScaleRows { x: rows, weights }.run(cx.kernels)?;
         }
-        self.for_each(cx, routes, |cx, expert, range| match range {
-            Some((first, count)) => {
-                let [x, dy, dx] = [x, rows, dx].map(|rows| rows.narrow(0, first, count));
-                expert.down.backward(cx, &x?, &dy?, &dx?)
-            }
-            None => expert.down.zero_gradients(cx),
+        let zero = |cx: &mut Context<'_>, expert: &Expert| expert.down.zero_gradients(cx);
+        self.for_each(cx, routes, zero, |cx, expert, part| {
+            expert.down.backward(cx, &part(x)?, &part(rows)?, &part(dx)?)
         })?;
         if !self.weighs_outputs {
             op::RouteBackward { settings: self.settings, logits, weights, routes, x, dx, dlogits }.run(cx.kernels)?;
@@ -374,39 +362,45 @@ impl ExpertMlps {
         let drows = gradients.routed()?;
         self.router.backward(cx, x, gradients.router_logits()?, dx)?;
         gather(cx, &decisions.routes, x, rows)?;
-        self.for_each(cx, &decisions.routes, |cx, expert, range| match range {
-            Some((first, count)) => {
-                let [x, dy, dx] = [rows, dy, drows].map(|rows| rows.narrow(0, first, count));
-                expert.up.backward(cx, &x?, &dy?, &dx?)
-            }
-            None => expert.up.zero_gradients(cx),
+        let zero = |cx: &mut Context<'_>, expert: &Expert| expert.up.zero_gradients(cx);
+        self.for_each(cx, &decisions.routes, zero, |cx, expert, part| {
+            expert.up.backward(cx, &part(rows)?, &part(dy)?, &part(drows)?)
         })?;
         scatter(cx, decisions, drows, dx)
     }
 
     /// Recomputes the intermediate results of [`Self::forward_down`] that the backward pass reads.
     pub(super) fn recompute_down(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
-        self.for_each(cx, &acts.routing()?.decisions.borrow().routes, |cx, expert, range| match range {
-            Some((first, count)) => expert.down.recompute(cx, &scratch.activated.narrow(0, first, count)?),
-            None => Ok(()),
+        self.for_each(cx, &acts.routing()?.decisions.borrow().routes, nothing, |cx, expert, part| {
+            expert.down.recompute(cx, &part(&scratch.activated)?)
         })
     }
 
-    /// Calls `visit` with each expert, and the first and the number of its rows if it has any.
+    /// Calls `visit` with each expert that has rows, and a function that returns its rows of a tensor; `skip` with each other one.
     fn for_each<'a>(
         &self,
         cx: &mut Context<'a>,
         routes: &Routes,
-        mut visit: impl FnMut(&mut Context<'a>, &Expert, Option<(usize, usize)>) -> Result<()>,
+        skip: impl Fn(&mut Context<'a>, &Expert) -> Result<()>,
+        visit: impl Fn(&mut Context<'a>, &Expert, &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<()>,
     ) -> Result<()> {
         let tokens = routes.tokens.len() / self.settings.top_k;
         for (expert, range) in self.experts.iter().zip(routes.ranges()) {
             cx.adapters.routed = Some((range.start, tokens));
-            visit(cx, expert, (!range.is_empty()).then_some((range.start, range.len())))?;
+            if range.is_empty() {
+                skip(cx, expert)?;
+            } else {
+                visit(cx, expert, &|tensor| tensor.narrow(0, range.start, range.len()))?;
+            }
         }
         cx.adapters.routed = None;
         Ok(())
     }
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "a callback's signature")]
+fn nothing(_: &mut Context<'_>, _: &Expert) -> Result<()> {
+    Ok(())
 }
 
 /// The rows of `table` by the tokens of `routes`.

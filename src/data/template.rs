@@ -262,29 +262,24 @@ fn replace_generation_tags(source: &str) -> String {
         let inner = &tag[2..length - 2];
         let word = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
         out.push_str(&rest[..start]);
-        match ["generation", "endgeneration"].iter().position(|name| *name == word) {
-            None => out.push_str(tag),
-            Some(mark) => {
-                // A block at the start of a line removes the blanks before it and the line's end; an expression does
-                // not.
-                let control = |side: Option<char>| matches!(side, Some('-'));
-                let (before, after) = (control(inner.chars().next()), control(inner.chars().next_back()));
-                if !before {
-                    let line = out.rfind('\n').map_or(0, |at| at + 1);
-                    if out[line..].chars().all(|c| c == ' ' || c == '\t') {
-                        out.truncate(line);
-                    }
-                }
-                let dash = |yes: bool| if yes { "-" } else { "" };
-                let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), GENERATION_MARKERS[mark], dash(after));
-                rest = &rest[start + length..];
-                if !after {
-                    rest = rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest);
-                }
-                continue;
+        rest = &rest[start + length..];
+        let Some(mark) = ["generation", "endgeneration"].iter().position(|name| *name == word) else {
+            out.push_str(tag);
+            continue;
+        };
+        // A block at the start of a line removes the blanks before it and the line's end; an expression does not.
+        let (before, after) = (inner.starts_with('-'), inner.ends_with('-'));
+        if !before {
+            let line = out.rfind('\n').map_or(0, |at| at + 1);
+            if out[line..].chars().all(|c| c == ' ' || c == '\t') {
+                out.truncate(line);
             }
         }
-        rest = &rest[start + length..];
+        let dash = |yes: bool| if yes { "-" } else { "" };
+        let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), GENERATION_MARKERS[mark], dash(after));
+        if !after {
+            rest = rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest);
+        }
     }
     out.push_str(rest);
     out

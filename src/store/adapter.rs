@@ -255,7 +255,6 @@ impl AdapterConfig {
         if kind != "LORA" {
             return Err(format!("`peft_type` is `{kind}`; supported: `LORA`"));
         }
-        let wrong = |key: &str, value: &Value, wanted: &str| Err(format!("`{key}` is {value}; it must be {wanted}"));
         for (key, value) in &json {
             let supported = match key.as_str() {
                 "peft_type" => true,
@@ -272,10 +271,10 @@ impl AdapterConfig {
         }
         let number = |key: &str, default: f64, fits: &dyn Fn(f64) -> bool, wanted: &str| match json.get(key) {
             None | Some(Value::Null) => Ok(default),
-            Some(value) => match value.as_f64().filter(|number| fits(*number)) {
-                Some(number) => Ok(number),
-                None => wrong(key, value, wanted).map(|(): ()| 0.0),
-            },
+            Some(value) => {
+                let number = value.as_f64().filter(|number| fits(*number));
+                number.ok_or_else(|| format!("`{key}` is {value}; it must be {wanted}"))
+            }
         };
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
         let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);

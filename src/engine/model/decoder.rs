@@ -115,9 +115,7 @@ impl Block {
     fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Self> {
         let norm = |role| NormLayer::new(spec, layout, ModuleId::in_block(block, ModuleOp::Norm(role)));
         let linear = |role| Linear::new(spec, layout, ModuleId::in_block(block, ModuleOp::Linear(role)));
-        let pair = |there: bool, roles: [NormRole; 2]| -> Result<Option<[NormLayer; 2]>> {
-            if there { Ok(Some([norm(roles[0])?, norm(roles[1])?])) } else { Ok(None) }
-        };
+        let pair = |first, second| -> Result<[NormLayer; 2]> { Ok([norm(first)?, norm(second)?]) };
         let mlp = match ExpertMlps::new(spec, layout, block)? {
             Some(mixture) => Mlp::Mixture(mixture),
             None => Mlp::Dense { up: linear(spec.up_role())?, down: linear(LinearRole::Down)? },
@@ -125,9 +123,9 @@ impl Block {
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
-            qk_norms: pair(spec.qk_norm.is_some(), [NormRole::Query, NormRole::Key])?,
+            qk_norms: spec.qk_norm.map(|_| pair(NormRole::Query, NormRole::Key)).transpose()?,
             sinks: layout.find_fused(ModuleId::in_block(block, ModuleOp::Attention), ParamRole::Weight),
-            post_norms: pair(spec.post_norms, [NormRole::PostAttention, NormRole::PostMlp])?,
+            post_norms: spec.post_norms.then(|| pair(NormRole::PostAttention, NormRole::PostMlp)).transpose()?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
             mlp,

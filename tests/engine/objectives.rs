@@ -8,6 +8,7 @@ use crate::common::engine::{Settings, by_name, engine_of, in_group, read_model, 
 use crate::common::golden::{AdamWSettings, Case, json, path, tensors, with_prefix};
 use crate::common::processes::{compute_alone, together};
 use crate::distributed::{assert_same_bits, assert_same_end, train};
+use crate::run;
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX, SampledRow, Sequence, SequenceRole};
 use finetune::engine::collective::SingleProcess;
@@ -15,7 +16,7 @@ use finetune::engine::kernels::view::write_f32;
 use finetune::engine::model::{Checkpointing, Decoder, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::{GradScalerConfig, OnOverflow, PrecisionPolicy};
-use finetune::store::checkpoint::{Checkpoint, compare};
+use finetune::store::checkpoint::{Checkpoint, Disk, FsOp, Run, compare};
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
     CompletionLogp, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps,
@@ -23,6 +24,8 @@ use finetune::train::{
 };
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
+use std::io::ErrorKind;
+use std::path::Path;
 use std::sync::Arc;
 
 /// `preferences.json`.
@@ -566,6 +569,22 @@ fn a_resumed_run_with_smaller_steps_has_its_reference() {
     let checkpoint = Checkpoint::open(folder.path().join("step-000002")).unwrap();
     let mut trainer = Trainer::new(Arc::new(SingleProcess), config, Some(&checkpoint), &mut |_| ()).unwrap();
     trainer.advance(5).unwrap();
+}
+
+/// Regression: a full disk ended the run.
+#[test]
+fn a_run_without_room_for_its_reference_trains_without_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let refuse = |operation, path: &Path| {
+        let is_reference = operation == FsOp::CreateFile && path.to_string_lossy().contains("reference.json");
+        if is_reference { Err(ErrorKind::StorageFull.into()) } else { Ok(()) }
+    };
+    let mut trainer = run::trainer(&dpo_run(false));
+    let records = run::attach(&mut trainer, Run::open_on(folder.path(), Disk::with_hook(refuse)).unwrap());
+    trainer.advance(1).unwrap();
+    let events = run::events(&records);
+    let warned = |event: &Event| matches!(event, Event::Warning(it) if it.message.contains("computes the reference"));
+    assert!(events.iter().any(warned), "{events:?}");
 }
 
 /// Four steps of three prompts with three completions each.

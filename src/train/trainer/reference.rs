@@ -85,7 +85,11 @@ impl Trainer {
                 let Fingerprint { policy, data, .. } = self.fingerprint.clone();
                 let sha256 = Some(Stored::hash(&logps)?);
                 let stored = Stored { version: VERSION, weights, policy, data, sha256, logps: logps.clone() };
-                run.replace(FILE, &serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?)?;
+                let text = serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?;
+                // Only a resumed run reads the file.
+                if let Err(error) = run.replace(FILE, &text) {
+                    self.warn(format!("a resumed run computes the reference again: {error}"));
+                }
             }
         }
         self.engine.objective.reference = Reference::Stored(logps);

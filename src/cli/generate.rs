@@ -14,7 +14,7 @@ use crate::train::prompts;
 use crate::{Error, Result};
 use clap::Args;
 use minijinja::Value;
-use std::io::{ErrorKind, IsTerminal, Write, stderr};
+use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -122,30 +122,42 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let max_tokens = args.max_tokens;
     let request = |(prompt, sampling)| GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
     let requests: Vec<GenerationRequest<'_>> = ids.iter().map(|ids| &ids[..]).zip(&samplings).map(request).collect();
-    let began = Instant::now();
-    let mut tokens = 0;
-    let mut done = 0;
-    let mut texts = vec![(String::new(), StopReason::Length); rows.len()];
     reporter.begin("generating");
-    generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
-        let text = match rows[number].prompt {
-            Prompt::Text(_) => decode_after(&trained.tokenizer, &ids[number], found.text_ids()),
-            Prompt::Conversation(..) => trained.tokenizer.decode(found.text_ids()),
-        };
-        texts[number] = (text?, found.reason);
-        tokens += found.text_ids().len();
-        done += 1;
-        reporter.activity().advance("generating", PhaseProgress::Items(done, requests.len() as u64));
-        Ok(())
+    let activity = reporter.activity().clone();
+    let mut reporter = Some(reporter);
+    let began = Instant::now();
+    let (mut tokens, mut done, mut written) = (0, 0, 0);
+    // Lines that wait for those of earlier rows.
+    let mut lines: Vec<Option<String>> = vec![None; rows.len()];
+    let mut write_lines = |write: &mut dyn FnMut(&str) -> Result<()>| {
+        generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
+            let text = match rows[number].prompt {
+                Prompt::Text(_) => decode_after(&trained.tokenizer, &ids[number], found.text_ids()),
+                Prompt::Conversation(..) => trained.tokenizer.decode(found.text_ids()),
+            };
+            lines[number] = Some(line(&rows[number], text?, found.reason)?);
+            tokens += found.text_ids().len();
+            done += 1;
+            activity.advance("generating", PhaseProgress::Items(done, requests.len() as u64));
+            while let Some(line) = lines.get_mut(written).and_then(Option::take) {
+                write(&line)?;
+                written += 1;
+            }
+            Ok(())
+        })
+    };
+    let Some((path, output)) = output else {
+        return write_lines(&mut |line| {
+            // On a terminal the status line would mix with the lines.
+            reporter.take_if(|_| stdout().is_terminal());
+            out.write_all(line.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout)
+        });
+    };
+    output.write_with(|file| {
+        write_lines(&mut |line| file.write_all(line.as_bytes()).map_err(Error::io("write", path)))
     })?;
     let seconds = began.elapsed().as_secs_f64();
     drop(reporter);
-    let lines =
-        rows.iter().zip(texts).map(|(row, (text, reason))| line(row, text, reason)).collect::<Result<String>>()?;
-    let Some((path, output)) = output else {
-        return out.write_all(lines.as_bytes()).map_err(Error::stdout);
-    };
-    output.write(lines.as_bytes())?;
     let rate = tokens as f64 / seconds.max(1e-9);
     writeln!(out, "{}: {} texts, {tokens} tokens, {rate:.1} tokens/s", path.display(), rows.len())
         .map_err(Error::stdout)

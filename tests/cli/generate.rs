@@ -14,7 +14,10 @@ use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, gen
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::{Config, Sampler};
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
@@ -330,6 +333,24 @@ fn a_text_does_not_depend_on_its_batch() {
     for batch_size in [2, 5, 9] {
         assert_eq!(batch(&model, PrecisionPolicy::BF16, &prompts, &samplings, batch_size), expected, "{batch_size}");
     }
+}
+
+/// Regression: the first line came after the last text, which takes minutes here.
+#[test]
+fn lines_come_as_texts_end_and_a_closed_pipe_ends_the_rest() {
+    let desk = CliFixture::new();
+    desk.write("prompts.jsonl", "{\"prompt\": \"a\"}\n".repeat(30_000));
+    let mut command = desk.command("generate model --threads 1 -n 60 --input prompts.jsonl --batch-size 1");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let stdout = child.stdout.take().unwrap();
+    let watch = std::thread::spawn(move || BufReader::new(stdout).lines().next().unwrap().unwrap());
+    let began = Instant::now();
+    while child.try_wait().unwrap().is_none() && began.elapsed() < Duration::from_mins(1) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    child.kill().unwrap();
+    assert!(child.wait().unwrap().success(), "it continued for a minute");
+    assert!(watch.join().unwrap().starts_with("{\"prompt\":\"a\",\"completion\":"));
 }
 
 #[test]

@@ -49,8 +49,15 @@ impl RecordedRun {
         serde_json::from_value::<Config>(config.clone()).ok()?.to_toml().ok()
     }
 
+    /// The first step between these that the run continued after with other settings.
+    fn changed_between(&self, from: u64, to: u64) -> Option<u64> {
+        let resumed = self.configs.iter().map(|(first, _)| *first).filter(|first| (from + 1..to).contains(first));
+        resumed.filter(|first| self.config_after(*first) != self.config_after(from)).min()
+    }
+
     /// Repeats the steps with `trainer` up to step `to`, and writes its checkpoints into `folder`. Returns a description of
-    /// the first difference. `run` has those checkpoints of the recorded run that still exist.
+    /// the first difference. `run` has those checkpoints of the recorded run that still exist. Fails with [`Error::Config`] if
+    /// the settings changed before the difference.
     pub fn repeat(
         &self,
         trainer: &mut Trainer,
@@ -62,7 +69,8 @@ impl RecordedRun {
         let mut emitter = Emitter::new(None);
         let records = emitter.connect();
         trainer.attach(Run::open(folder)?, emitter);
-        for step in trainer.engine().state.counters.step + 1..=to {
+        let from = trainer.engine().state.counters.step;
+        for step in from + 1..=to {
             activity.advance("repeating steps", PhaseProgress::Items(step, to));
             trainer.advance(1)?;
             if self.checkpoints.contains_key(&step) {
@@ -75,6 +83,12 @@ impl RecordedRun {
                     _ => None,
                 };
                 if let Some(difference) = difference {
+                    if let Some(change) = self.changed_between(from, step) {
+                        let message = format!(
+                            "the settings changed after step {change}; repeat up to it, and the rest with `--from {change}`"
+                        );
+                        return Err(Error::config("--to", message));
+                    }
                     return Ok(Some(format!("step {step}: {difference}")));
                 }
             }

@@ -81,6 +81,8 @@ fn a_resumed_run_continues_the_chain_of_hashes() {
         let (code, out) = verdict(&fixture, line);
         assert!(code == Some(0) && out.contains(steps), "{line}: {out}");
     }
+    // Regression: the steps after the change were called different.
+    fixture.assert_refused("verify v --from 4", &["--to: the settings changed after step 8"]);
     let proofs = fixture.events("v").into_iter().filter_map(|event| match event {
         Event::CheckpointSaved(saved) => saved.proof,
         _ => None,

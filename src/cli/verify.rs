@@ -129,7 +129,12 @@ impl Subject {
         let mut to = args.to.unwrap_or(last);
         let is_claim = self.folder.as_os_str().is_empty();
         let mut exist = checkpoints.clone().filter(|step| *step < to && !is_claim && self.checkpoint(*step).exists());
-        let from = args.from.or_else(|| exist.next_back()).unwrap_or(0);
+        // An earlier log may have been deleted.
+        let first = self.recorded.configs.first().map_or(0, |(first, _)| *first);
+        let from = args.from.or_else(|| exist.next_back()).unwrap_or(first);
+        if from < first {
+            return Err(Error::config("--from", format!("the log begins after step {first}; use {first} or more")));
+        }
         if from > 0 && is_claim {
             return Err(Error::config("--from", "a claim has no checkpoints; leave the flag out to repeat all steps"));
         }

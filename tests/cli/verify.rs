@@ -91,6 +91,17 @@ fn a_resumed_run_continues_the_chain_of_hashes() {
     assert!(proofs.len() >= 4 && proofs.windows(2).all(|pair| pair[0].chain != pair[1].chain));
 }
 
+/// Regression: the steps before the log were repeated, with settings that they were not trained with.
+#[test]
+fn a_run_whose_log_was_deleted_is_verified_from_its_resume() {
+    let fixture = trained();
+    std::fs::remove_file(fixture.path("checkpoints/v/events.jsonl")).unwrap();
+    fixture.said("--resume v --plain --steps 16");
+    let (code, out) = verdict(&fixture, "verify v");
+    assert!(code == Some(0) && out.contains("steps 13 to 16 repeated"), "{out}");
+    fixture.assert_refused("verify v --from 4", &["--from: the log begins after step 12"]);
+}
+
 #[test]
 fn a_flipped_bit_in_any_file_is_found() {
     let fixture = trained();

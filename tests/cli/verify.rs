@@ -4,6 +4,8 @@ use crate::common::cli_fixture::CliFixture;
 use finetune::engine::collective::SingleProcess;
 use finetune::telemetry::{Activity, Event};
 use finetune::train::{Config, ConfigLayers, RecordedRun, Trainer};
+use serde_json::Value;
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -132,6 +134,13 @@ fn a_flipped_bit_in_any_file_is_found() {
     std::fs::write(&settings, text.replace("weight_decay = 0.1", "weight_decay = 0.2")).unwrap();
     let (code, out) = verdict(&fixture, "verify v");
     assert!(code == Some(1) && out.contains("differs: config.toml"), "{out}");
+    // A process that has resumed the run may have changed them, and ended before its first checkpoint.
+    let mut text = std::fs::read_to_string(&log).unwrap();
+    let mut started: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    started["resumed_from"] = 12.into();
+    writeln!(text, "{started}").unwrap();
+    std::fs::write(&log, text).unwrap();
+    assert_eq!(verdict(&fixture, "verify v").0, Some(0));
 }
 
 /// A step whose record was changed together with the hashes is found by repeating it.

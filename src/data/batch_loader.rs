@@ -539,6 +539,25 @@ mod tests {
     }
 
     #[test]
+    fn each_bucket_and_each_epoch_shuffles_its_batches_differently() {
+        let samples: Vec<Vec<(u32, bool)>> = (0..4096).map(|number| vec![(1, true); 3 + number % 30]).collect();
+        let mut loader = BatchLoader::new(TokenSource::from_samples(&samples), 64, 32, 3).unwrap();
+        let mut batch = loader.batch();
+        // The batches of a bucket from the shortest to the longest, which is their order before the shuffle.
+        let mut order = || {
+            let inputs = (0..16).map(|number| {
+                loader.next_batch(&mut batch);
+                (batch.row_lens.iter().sum::<usize>(), number)
+            });
+            let mut sorted: Vec<(usize, usize)> = inputs.collect();
+            sorted.sort_unstable();
+            sorted.into_iter().map(|(_, number)| number).collect::<Vec<_>>()
+        };
+        let orders: Vec<_> = (0..8).map(|_| order()).collect();
+        assert!((1..8).all(|at| !orders[..at].contains(&orders[at])), "{orders:?}");
+    }
+
+    #[test]
     fn another_batch_size_within_an_epoch_repeats_no_sample() {
         let tokens = TokenSource::from_kind(&samples(), SampleKind::Plain, &[1.0; 24]);
         for [before, after] in [[3, 5], [5, 3], [4, 8], [8, 1]] {

@@ -257,6 +257,22 @@ mod tests {
         }
     }
 
+    /// Otherwise the rows of one set would always come with the same rows of the other.
+    #[test]
+    fn sets_of_one_length_have_different_orders() {
+        let mut mixture = Mixture::new(vec![(set(0, 40, 8), 0.5), (set(1000, 40, 8), 0.5)]).unwrap();
+        let drawn = mixture.shuffled(9, 0, 0..80);
+        let order = |set| drawn.iter().filter(|group| group.0 == set).map(|group| group.1).take(20).collect::<Vec<_>>();
+        assert_ne!(order(0), order(1));
+    }
+
+    #[test]
+    fn each_epoch_alternates_the_sets_differently() {
+        let mut mixture = mixed([0.5, 0.5]);
+        let mut sets = |epoch| mixture.shuffled(9, epoch, 0..40).iter().map(|group| group.0).collect::<Vec<_>>();
+        assert_ne!(sets(0), sets(1));
+    }
+
     #[test]
     fn a_position_resumes_with_identical_batches() {
         let new = || BatchLoader::from_index(mixed([0.7, 0.3]), 4, 5).unwrap();

@@ -264,3 +264,24 @@ impl Trainer {
         }));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::collective::SingleProcess;
+    use crate::train::config::Config;
+    use std::sync::Arc;
+
+    #[test]
+    fn only_consecutive_steps_are_a_divergence() {
+        let mut config = Config::default();
+        (config.train.batch_size, config.train.seq_len) = (1, 16);
+        let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+        for _ in 0..2 {
+            assert!((1..DIVERGENCE_STEPS).all(|_| trainer.check_divergence(100.0).is_none()));
+            assert!(trainer.check_divergence(1.0).is_none());
+        }
+        let found = (1..=DIVERGENCE_STEPS).find(|_| trainer.check_divergence(100.0).is_some());
+        assert_eq!(found, Some(DIVERGENCE_STEPS));
+    }
+}

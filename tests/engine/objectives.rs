@@ -660,6 +660,25 @@ fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resum
 }
 
 #[test]
+fn a_completion_may_fill_the_sequence() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("prompts.jsonl");
+    std::fs::write(&data, "{\"prompt\": \"abcdefgh\", \"completion\": \"i\"}\n".repeat(9)).unwrap();
+    let mut config = grpo_run(1, 0.0);
+    config.data = DataSets::One(data.to_str().unwrap().to_owned());
+    config.val = Some("none".into());
+    config.train.seq_len = 11;
+    config.train.steps = Some(1);
+    // The last of the twelve tokens is a target, but no input.
+    config.objective.reward = Some("length:4".into());
+    let run = folder.path().join("run");
+    train(1, &config, &run, None);
+    let text = std::fs::read_to_string(run.join("rollouts.jsonl")).unwrap();
+    let mut records = text.lines().map(|line| serde_json::from_str::<RolloutRecord>(line).unwrap());
+    assert!(records.any(|record| record.reward == Some(1.0)), "{text}");
+}
+
+#[test]
 fn a_step_on_old_completions_has_the_old_batches() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = grpo_run(2, 0.0);

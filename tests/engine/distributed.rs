@@ -11,6 +11,7 @@ use finetune::engine::kernels::view::{View, read, write};
 use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Collector, Gradients, OptimizerKind, Sharding};
+use finetune::precision::{Fp8Config, ScalerMode};
 use finetune::store::checkpoint::{Checkpoint, Disk, FsOp, Run, compare};
 use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
@@ -148,6 +149,19 @@ fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
         }
         let one = assert_same_bits(&config, &folder.path().join(dtype), worlds);
         assert_eq!(overflows(&one) > 0, dtype == "fp16", "{} overflows", overflows(&one));
+    }
+}
+
+/// Each process sees only its own micro-batches.
+#[test]
+fn any_number_of_processes_measures_the_same_maxima() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut predictive = config("fp16");
+    predictive.scaler.mode = ScalerMode::Predictive;
+    let mut fp8 = config("fp16");
+    fp8.precision.fp8 = Fp8Config { block: Some(1.into()), ..Fp8Config::default() };
+    for (name, config) in [("predictive", predictive), ("fp8", fp8)] {
+        assert_same_bits(&config, &folder.path().join(name), &[3]);
     }
 }
 

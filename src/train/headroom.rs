@@ -62,3 +62,28 @@ impl Hook for GradAmaxHook {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::{ModuleId, ModuleOp, TensorKind};
+    use candle_core::Device;
+
+    #[test]
+    fn the_largest_of_all_gradients_counts_and_each_must_be_finite() {
+        let layer = ModuleId { block: None, op: ModuleOp::Embedding };
+        let measured = |values: &[f32]| {
+            let mut hook = GradAmaxHook { max_abs: 0.0, finite: true };
+            for value in values {
+                let tensor = Tensor::new(&[*value], &Device::Cpu).unwrap().to_dtype(DType::F16).unwrap();
+                let place = |kind| HookPoint { layer, kind, first_token: None };
+                hook.record(place(TensorKind::OutputGradient), &tensor).unwrap();
+                hook.record(place(TensorKind::Output), &(tensor * 100.0).unwrap()).unwrap();
+            }
+            hook
+        };
+        let hook = measured(&[2.0, -8.0, 4.0]);
+        assert_eq!((hook.max_abs, hook.finite), (8.0, true));
+        assert!(!measured(&[2.0, f32::INFINITY, 4.0]).finite);
+    }
+}

@@ -15,6 +15,7 @@ use crate::{Error, Result};
 use minijinja::Value;
 use serde_json::Value as Json;
 use std::path::Path;
+use std::sync::OnceLock;
 
 const CHATML: &str = include_str!("templates/chatml.jinja");
 const QWEN: &str = include_str!("templates/qwen.jinja");
@@ -116,6 +117,8 @@ pub struct ChatFormat {
     name: String,
     /// The state for writing conversations; an error with the reason if none can be written.
     renderer: Result<ChatRenderer, String>,
+    /// Whether the template writes answers in parts, once one was rendered.
+    writes_parts: OnceLock<bool>,
     origin: String,
     tokens: TemplateTokens,
 }
@@ -155,7 +158,14 @@ impl ChatFormat {
             Err(Error::Model { message, .. }) => (String::new(), Err(message)),
             Err(error) => (String::new(), Err(error.to_string())),
         };
-        Self { source: source.to_owned(), name, renderer, origin: origin.to_owned(), tokens: tokens.clone() }
+        Self {
+            source: source.to_owned(),
+            name,
+            renderer,
+            writes_parts: OnceLock::new(),
+            origin: origin.to_owned(),
+            tokens: tokens.clone(),
+        }
     }
 
     fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
@@ -215,7 +225,7 @@ impl ChatFormat {
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
         let renders = |probe: &Conversation| renderer.template.render(probe, None, false);
         // Some templates leave out an answer that is a list.
-        if conversation.has_parts() && !writes(PARTS, renders)? {
+        if conversation.has_parts() && !self.writes_parts.get_or_init(|| writes(PARTS, renders)) {
             return Err(wrong(
                 "its chat template does not write answers in parts of several types; write the text as `content`, and \
                  thoughts as `reasoning_content`"
@@ -228,7 +238,7 @@ impl ChatFormat {
         let own = match own {
             Ok(own) if has_calls(&own.text) => own,
             // The template may refuse these calls for another reason.
-            Err(error) if calls.is_empty() || writes(TOOL_CALL, renders)? => return Err(error),
+            Err(error) if calls.is_empty() || writes(TOOL_CALL, renders) => return Err(error),
             other => {
                 let why = other.err().map_or_else(String::new, |error| match error {
                     Error::Model { message, .. } => format!(" ({message})"),
@@ -277,8 +287,9 @@ impl ChatFormat {
 }
 
 /// Whether a template writes the word `look_up` of a conversation.
-fn writes(probe: &str, render: impl Fn(&Conversation) -> Result<Rendered>) -> Result<bool> {
-    Ok(render(&Conversation::from_json(probe)?).is_ok_and(|rendered| rendered.text.contains("look_up")))
+fn writes(probe: &str, render: impl Fn(&Conversation) -> Result<Rendered>) -> bool {
+    let rendered = Conversation::from_json(probe).and_then(|probe| render(&probe));
+    rendered.is_ok_and(|rendered| rendered.text.contains("look_up"))
 }
 
 /// The advice to use a built-in template that writes tool calls.
@@ -286,7 +297,7 @@ fn templates_with_calls() -> Result<String> {
     let mut names = Vec::new();
     for (name, settings, text) in BUILT_IN {
         let template = Template::new(&format!("{settings}{text}"), name, TemplateTokens::default())?;
-        if writes(TOOL_CALL, |probe| template.render(probe, None, false))? {
+        if writes(TOOL_CALL, |probe| template.render(probe, None, false)) {
             names.push(format!("`{name}`"));
         }
     }

@@ -10,6 +10,7 @@ mod glu;
 mod norm;
 mod rope;
 mod route;
+mod short_conv;
 mod summary;
 mod tensors;
 
@@ -79,6 +80,9 @@ impl Kernels for CandleKernels {
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),
+            Op::ShortConv(op) => short_conv::forward(op),
+            Op::ShortConvBackward(op) => short_conv::backward(op),
+            Op::DecodeShortConv(op) => short_conv::decode(op),
         }?;
         Ok(Ran::Done)
     }

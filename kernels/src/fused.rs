@@ -4,7 +4,7 @@ use super::matmul::{GemmShape, buffer_bytes};
 use super::op::Op;
 use super::{
     Activation, Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, math,
-    norm, residual, rope, route, summary, view,
+    norm, residual, rope, route, short_conv, summary, view,
 };
 use candle_core::Result;
 
@@ -58,6 +58,9 @@ impl Kernels for Fused {
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),
+            Op::ShortConv(op) => short_conv::forward(op),
+            Op::ShortConvBackward(op) => short_conv::backward(op),
+            Op::DecodeShortConv(op) => short_conv::decode(op),
         }?;
         Ok(Ran::Done)
     }

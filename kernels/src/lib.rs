@@ -40,6 +40,7 @@ pub mod residual;
 pub mod rope;
 pub mod route;
 pub mod rows;
+pub mod short_conv;
 pub mod stochastic;
 pub mod summary;
 pub mod view;

@@ -13,6 +13,7 @@ use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
 use super::rope::{CosSinCache, Direction, PositionIds};
 pub use super::route::{Route, RouteBackward, ScaleRows};
+pub use super::short_conv::{DecodeShortConv, ShortConv, ShortConvBackward};
 use super::summary::TensorSummary;
 use super::{Activation, Kernels, LoraTerm, NormSettings, Ran, WeightLayout};
 use crate::precision::FloatFormat;
@@ -74,7 +75,10 @@ operations!(
     AdamW,
     Route,
     RouteBackward,
-    ScaleRows
+    ScaleRows,
+    ShortConv,
+    ShortConvBackward,
+    DecodeShortConv
 );
 
 /// `x = 0`.
@@ -541,6 +545,15 @@ impl Op<'_> {
                 all(&[op.logits, op.weights, op.x, op.dx].map(Some), &[Some(op.dlogits)]);
             }
             Self::ScaleRows(op) => all(&[Some(op.weights), Some(op.x)], &[Some(op.x)]),
+            Self::ShortConv(op) => all(&[op.input, op.weight].map(Some), &[Some(op.out)]),
+            Self::ShortConvBackward(op) => {
+                all(&[op.input, op.weight, op.dy].map(Some), &[Some(op.dinput), op.dweight]);
+            }
+            Self::DecodeShortConv(op) => {
+                all(&[op.input, op.weight].map(Some), &[Some(op.out)]);
+                let caches = op.sequences.iter().map(|sequence| [Some(&sequence.cache.products)]);
+                caches.for_each(|products| all(&products, &products));
+            }
         }
     }
 
@@ -652,6 +665,9 @@ impl Op<'_> {
             Self::Route(op) => op.fits()?,
             Self::RouteBackward(op) => op.fits()?,
             Self::ScaleRows(op) => op.fits()?,
+            Self::ShortConv(op) => op.fits()?,
+            Self::ShortConvBackward(op) => op.fits()?,
+            Self::DecodeShortConv(op) => op.fits()?,
         })
     }
 }

@@ -197,6 +197,31 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 if direction == Direction::Forward { (Some(turned), vec![]) } else { (None, vec![turned]) };
             plain(vec![x.clone()], Box::new(compute), value, x, gradients)
         }
+        Operation::ShortConv { sizes: [seq_len, width, taps], documents, .. } => {
+            let starts = if documents.is_empty() { vec![0; 2 * seq_len] } else { cases::starts(seq_len, documents) };
+            let compute = move |x: &[Tensor]| {
+                let part = |i| x[0].narrow(1, i * width, width)?.contiguous();
+                let products = (part(0)? * part(2)?)?;
+                let weight = x[1].reshape((width, taps))?.t()?.contiguous()?;
+                // A row that no token has is zero.
+                let padded = Tensor::cat(&[&products, &products.zeros_like()?.narrow(0, 0, 1)?], 0)?;
+                let mut sum = products.zeros_like()?;
+                for before in 0..taps {
+                    let source = |row: usize| {
+                        let inside = row % seq_len >= before + starts[row] as usize;
+                        (if inside { row - before } else { 2 * seq_len }) as u32
+                    };
+                    let rows = Tensor::new((0..2 * seq_len).map(source).collect::<Vec<_>>(), &Device::Cpu)?;
+                    let term =
+                        padded.index_select(&rows, 0)?.broadcast_mul(&weight.narrow(0, taps - 1 - before, 1)?)?;
+                    sum = (sum + term)?;
+                }
+                part(1)? * sum
+            };
+            let inputs = ["input", "weight"].map(operand).into();
+            let gradients = ["dinput", "dweight"].map(result).into();
+            plain(inputs, Box::new(compute), Some(result("out")), operand("dy"), gradients)
+        }
         _ => None,
     }
 }

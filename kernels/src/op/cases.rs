@@ -20,6 +20,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 mod adamw;
+mod short_conv;
 pub(crate) mod table;
 
 pub use table::cases;
@@ -75,6 +76,8 @@ pub enum Operation {
     Summarize { len: usize, factor: Option<f32>, broken: bool, dtype: DType, exponents: bool },
     /// [`op::Route`], [`op::RouteBackward`] and [`op::ScaleRows`] of tokens, experts and width of a row.
     Route { sizes: [usize; 3], settings: RouterSettings, dtype: DType },
+    /// [`op::ShortConv`], its gradients, and its rows by [`op::DecodeShortConv`]: tokens of each of two sequences, channels and taps.
+    ShortConv { sizes: [usize; 3], documents: Documents, dtype: DType },
     /// [`op::Sum`] of numbers times a factor.
     Sum { len: usize, factor: f32, dtype: DType },
 }
@@ -300,6 +303,7 @@ impl Operation {
                 statistics(t, &x, dtype, exponents)
             }
             Self::Route { sizes, settings, dtype } => route(t, sizes, settings, dtype),
+            Self::ShortConv { sizes, documents, dtype } => short_conv::short_conv(t, sizes, documents, dtype),
             Self::Sum { len, factor, dtype } => sum(t, &t.gradient(len, Some(factor), false, dtype)?),
         }
     }

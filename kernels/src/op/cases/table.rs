@@ -227,6 +227,11 @@ impl Cases {
                 let settings = [true, false].map(|normalized| RouterSettings { top_k, normalized });
                 self.add(Case::CPU, settings.map(|settings| Operation::Route { sizes, settings, dtype }));
             }
+            const CUT: Documents = &[&[1, 3, 30], &[21]];
+            for (sizes, documents) in [([1, 1, 1], &[][..]), ([2, 8, 4], &[]), ([70, 130, 3], &[]), ([33, 40, 3], CUT)]
+            {
+                self.add(Case::CPU, [Operation::ShortConv { sizes, documents, dtype }]);
+            }
             for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
                 let summary =
                     |broken| Operation::Summarize { len, factor: Some(factor), broken, dtype, exponents: false };

@@ -258,7 +258,7 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     let weights = weights.sum::<f64>() + (spec.hidden_size * spec.vocab_size) as f64;
     // Frozen weights have no gradient; their adapters' products are not counted.
     let of_weight = if spec.lora.is_some() { 4.0 } else { 6.0 };
-    (of_weight * weights + 6.0 * (spec.num_layers * spec.attn_out_size() * args.seq_len) as f64) * tokens as f64
+    (of_weight * weights + 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64) * tokens as f64
 }
 
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
@@ -365,7 +365,7 @@ mod tests {
         // Each block has one attention, and one update changes all parameters.
         assert_eq!(sum("calls", &["Attention"]), spec.num_layers as f64);
         assert_eq!(sum("calls", &["AdamW"]), 1.0);
-        let attention = 6.0 * (spec.num_layers * spec.attn_out_size() * args.seq_len) as f64;
+        let attention = 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64;
         let products = operations(&args, &spec) - attention * (args.batch_size * args.seq_len) as f64;
         assert!((sum("gflop", &["Linear", "Matmul"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
         let masters = 4.0 * spec.parameter_count() as f64;

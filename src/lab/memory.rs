@@ -241,7 +241,7 @@ impl MemoryPlan {
         let adapters = Recipe::Lora.model(spec, rank)?.trained_count();
         let plans = Recipe::ALL.into_iter().map(|(recipe, ..)| BatchPlan::new(recipe, spec, setup, adapters));
         // Keys and values of every layer and token.
-        let shape = [2, spec.num_layers, spec.kv_heads, spec.head_dim, batch, seq_len];
+        let shape = [2, spec.attention_layers(), spec.kv_heads, spec.head_dim, batch, seq_len];
         let cached = |bytes: u64| shape.iter().fold(bytes, |bytes, dim| bytes.saturating_mul(*dim as u64));
         Ok(Self {
             model: model.to_owned(),

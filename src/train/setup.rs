@@ -527,8 +527,9 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", spec.num_layers);
         return Err(Error::config(format!("precision.{key}"), message));
     }
-    if fp8.is_some() && spec.experts.is_some() {
-        return Err(Error::config("precision.fp8.block", "the FP8 simulation does not support mixtures of experts"));
+    if fp8.is_some() && (spec.experts.is_some() || spec.short_conv.is_some()) {
+        let message = "the FP8 simulation does not support mixtures of experts and short convolutions";
+        return Err(Error::config("precision.fp8.block", message));
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Exaone4Config, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
+from transformers import AutoModelForCausalLM, Exaone4Config, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, Lfm2Config, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -198,6 +198,10 @@ CASES = {
     # Norms after attention and MLP and of each head, a window in the first layer, no rotation in the second.
     "exaone4": Case(Exaone4Config, {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, 74, seq=13),
+    # Convolutions in the first and last layer, an MLP whose width is cut and rounded up, norms of each head.
+    "lfm2": Case(Lfm2Config, {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 42,
+        "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 4}, 75, seq=13, padded=True),
     # Factors of embeddings, scores, branches and logits, none a power of two; biases in the MLP.
     "granite": Case(GraniteConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,

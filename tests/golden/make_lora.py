@@ -65,6 +65,8 @@ CASES = {
     # Attention, routers and experts, with their biases and sinks frozen.
     "gpt-oss": ("families/gpt-oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": [
         "experts.gate_up_proj", "experts.down_proj", "router.weight"]}),
+    # Products around convolutions, and the convolutions as they are.
+    "lfm2": ("families/lfm2", {"target_modules": "all-linear", "modules_to_save": ["conv.conv"]}),
 }
 
 # Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run, or BF16 choose other experts.

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-MODELS = ["deep", "families/llama", "families/mistral", "families/qwen3", "families/gemma3"]
+MODELS = ["deep", "families/llama", "families/mistral", "families/qwen3", "families/gemma3", "families/lfm2"]
 SEQ_LEN = 12
 # The fourth is longer than a row and is cut; the fifth has no answer in front of the cut and teaches nothing.
 LENGTHS = [5, 9, 3, 16, 20, 7, 2, 4, 13]

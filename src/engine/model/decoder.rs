@@ -16,7 +16,9 @@ use super::layers::{Context, Linear, NormLayer, fused_param};
 use super::mixture::ExpertMlps;
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
-use super::workspace::{BlockActivations, BlockBuffers, LayerScratch, PostNorm, QkNorms, RopeCaches, Workspace};
+use super::workspace::{
+    BlockActivations, BlockBuffers, LayerScratch, PostNorm, QkNorms, RopeCaches, Workspace, mixer_input,
+};
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::ColumnSlice;
@@ -75,15 +77,28 @@ impl<'a> InputIds<'a> {
 #[derive(Debug)]
 struct Block {
     attention_norm: NormLayer,
+    /// Queries, keys and values, or the input of a short convolution.
     qkv: Linear,
     /// The norms of queries and of keys.
     qk_norms: Option<[NormLayer; 2]>,
     sinks: Option<ParamRef>,
+    /// The weight of the convolution, if the block has one instead of attention.
+    short_conv: Option<ParamRef>,
     out: Linear,
     mlp_norm: NormLayer,
     mlp: Mlp,
     /// The norms after attention and after the MLP.
     post_norms: Option<[NormLayer; 2]>,
+}
+
+/// The operands of the operation that mixes tokens.
+enum MixerInputs<'a> {
+    /// Queries, keys and values, normalised and rotated.
+    Attention([ColumnSlice<'a>; 3]),
+    ShortConv {
+        input: &'a Tensor,
+        weight: &'a Tensor,
+    },
 }
 
 /// The products of an MLP, or of a mixture of them.
@@ -120,16 +135,29 @@ impl Block {
             Some(mixture) => Mlp::Mixture(mixture),
             None => Mlp::Dense { up: linear(spec.up_role())?, down: linear(LinearRole::Down)? },
         };
+        let weight = |op| layout.find_fused(ModuleId::in_block(block, op), ParamRole::Weight);
+        let short_conv = weight(ModuleOp::ShortConv);
+        let [input, output] = match short_conv {
+            Some(_) => [LinearRole::ConvIn, LinearRole::ConvOut],
+            None => [LinearRole::Qkv, LinearRole::Out],
+        };
+        let qk_norm = spec.qk_norm.filter(|_| short_conv.is_none());
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
-            qkv: linear(LinearRole::Qkv)?,
-            qk_norms: spec.qk_norm.map(|_| pair(NormRole::Query, NormRole::Key)).transpose()?,
-            sinks: layout.find_fused(ModuleId::in_block(block, ModuleOp::Attention), ParamRole::Weight),
+            qkv: linear(input)?,
+            qk_norms: qk_norm.map(|_| pair(NormRole::Query, NormRole::Key)).transpose()?,
+            sinks: weight(ModuleOp::Attention),
+            short_conv,
             post_norms: spec.post_norms.then(|| pair(NormRole::PostAttention, NormRole::PostMlp)).transpose()?,
-            out: linear(LinearRole::Out)?,
+            out: linear(output)?,
             mlp_norm: norm(NormRole::Mlp)?,
             mlp,
         })
+    }
+
+    /// The operation that mixes tokens.
+    const fn mixer(&self) -> ModuleOp {
+        if self.short_conv.is_some() { ModuleOp::ShortConv } else { ModuleOp::Attention }
     }
 
     /// Runs `last`, the last product of attention or the MLP, and its post-norm, if there is one.
@@ -344,10 +372,16 @@ impl Decoder {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let (acts, scratch) = ws.block(i)?;
         let sinks = self.sinks(cx.weights, i);
-        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), ws.rope_caches(), ws.positions(), |qkv| {
-            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
-            op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
-                .run(self.kernels())
+        let (out, positions) = (&acts.attended, ws.positions());
+        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), ws.rope_caches(), positions, |inputs| match inputs {
+            MixerInputs::Attention(qkv) => {
+                let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
+                let shape = self.shape(i, ws.batch, ws.seq_len);
+                op::Attention { shape, operands, out, lse: &acts.lse }.run(self.kernels())
+            }
+            MixerInputs::ShortConv { input, weight } => {
+                op::ShortConv { input, weight, positions, out }.run(self.kernels())
+            }
         })
     }
 
@@ -355,7 +389,7 @@ impl Decoder {
         self.blocks[i].sinks.map(|sinks| weights.fused(sinks))
     }
 
-    /// [`Self::forward_block`] with these buffers and positions. `attend` writes attention's output.
+    /// [`Self::forward_block`] with these buffers and positions. `mix` writes the output of attention or of the convolution.
     fn block_pass<'a>(
         &self,
         cx: &mut Context<'a>,
@@ -363,16 +397,22 @@ impl Decoder {
         (input, acts, scratch): (&Tensor, &'a BlockActivations, &'a LayerScratch),
         rope_caches: &RopeCaches,
         positions: PositionIds<'_>,
-        attend: impl FnOnce([ColumnSlice<'_>; 3]) -> Result<()>,
+        mix: impl FnOnce(MixerInputs<'_>) -> Result<()>,
     ) -> Result<()> {
         let kernels = cx.kernels;
         let mode = cx.mode;
         let block = &self.blocks[i];
         cx.adapters = acts.adapters(scratch);
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
-        block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv)?;
-        attend(self.qk_norm_and_rope(cx, i, &acts.qkv, acts.heads.as_ref(), rope_caches, positions)?)?;
-        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
+        let qkv = &mixer_input(&self.spec, i, &acts.qkv)?;
+        block.qkv.forward(cx, &acts.attention_norm.out, qkv)?;
+        mix(if let Some(weight) = block.short_conv {
+            MixerInputs::ShortConv { input: qkv, weight: cx.weights.fused(weight) }
+        } else {
+            let heads = acts.heads.as_ref();
+            MixerInputs::Attention(self.qk_norm_and_rope(cx, i, qkv, heads, rope_caches, positions)?)
+        })?;
+        cx.hook.record_whole(ModuleId::in_block(i, block.mixer()), TensorKind::Output, &acts.attended)?;
         let kept = acts.post_attention.as_ref();
         let out = |cx: &mut Context<'_>, y: &Tensor| block.out.forward(cx, &acts.attended, y);
         block.branch_forward(cx, out, 0, kept, &scratch.branch)?;

@@ -9,7 +9,8 @@ mod granite;
 mod granite4;
 mod granitemoe;
 mod keys;
-pub(super) mod llama;
+pub(super) mod lfm2;
+mod llama;
 mod ministral3;
 mod mistral;
 mod names;
@@ -27,7 +28,7 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 19] = [
+static FAMILIES: [&Family; 20] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -40,6 +41,7 @@ static FAMILIES: [&Family; 19] = [
     &olmo2::OLMO2,
     &olmo3::OLMO3,
     &exaone4::EXAONE4,
+    &lfm2::LFM2,
     &phi3::PHI3,
     &granite::GRANITE,
     &granite4::GRANITE4,

@@ -38,6 +38,8 @@ pub(crate) struct GgufFormat {
     pub(crate) yarn_truncates: bool,
     /// The name of the norm in front of the MLP.
     pub(crate) mlp_norm: &'static str,
+    /// The name of the norm before the head.
+    pub(crate) final_norm: &'static str,
     /// Whether a file with these metadata keys is of this family and not of another with the same architecture.
     pub(super) claims: fn(keys: &Map<String, Value>) -> bool,
     /// Moves metadata that only this family has from `keys` to the `config.json`.

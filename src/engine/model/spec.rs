@@ -97,6 +97,15 @@ pub struct Sliding {
     pub rope: Rope,
 }
 
+/// Short convolutions instead of attention, in some layers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShortConvLayers {
+    /// The number of tokens that a convolution reads, the current one included.
+    pub taps: usize,
+    /// Which layers have it.
+    pub layers: Vec<bool>,
+}
+
 /// Dimensions and constants of a decoder with a language-model head.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "families differ in these ways independently")]
@@ -149,6 +158,8 @@ pub struct ModelSpec {
     pub query_scale: Option<QueryScale>,
     /// Layers whose attention has a window.
     pub sliding: Option<Sliding>,
+    /// Layers with a short convolution instead of attention.
+    pub short_conv: Option<ShortConvLayers>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
     /// Whether each head has a sink: a learned score in the softmax's denominator.
@@ -337,6 +348,16 @@ impl ModelSpec {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
+    /// Columns of the input of attention, or of the short convolution, in layer `block`; the maximum for `None`.
+    pub(super) fn mixer_width(&self, block: Option<usize>) -> usize {
+        let convolution = 3 * self.hidden_size;
+        match block {
+            Some(block) if self.has_short_conv(block) => convolution,
+            None if self.short_conv.is_some() => convolution.max(self.qkv_width()),
+            _ => self.qkv_width(),
+        }
+    }
+
     /// Columns of queries, of keys and of values.
     pub fn qkv_widths(&self) -> [usize; 3] {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_dim)
@@ -345,6 +366,17 @@ impl ModelSpec {
     /// Whether the attention of layer `block` has a window.
     pub fn is_sliding(&self, block: usize) -> bool {
         self.sliding.as_ref().is_some_and(|sliding| sliding.layers.get(block) == Some(&true))
+    }
+
+    /// Whether layer `block` has a short convolution instead of attention.
+    pub fn has_short_conv(&self, block: usize) -> bool {
+        self.short_conv.as_ref().is_some_and(|convolutions| convolutions.layers.get(block) == Some(&true))
+    }
+
+    /// The number of layers with attention.
+    pub fn attention_layers(&self) -> usize {
+        let layers = self.short_conv.iter().flat_map(|convolutions| convolutions.layers.iter().take(self.num_layers));
+        self.num_layers - layers.filter(|convolution| **convolution).count()
     }
 
     /// The number of a head's elements that are rotated.
@@ -358,13 +390,13 @@ impl ModelSpec {
         sliding.or(self.rope.as_ref()).filter(|_| self.unrotated.get(block) != Some(&true))
     }
 
-    /// The norms of a block, and the columns of each.
-    fn norms(&self) -> Vec<(NormRole, usize)> {
+    /// The norms of a block with attention or a short convolution, and the columns of each.
+    fn norms(&self, convolution: bool) -> Vec<(NormRole, usize)> {
         let mut norms = Vec::new();
         if self.pre_norms {
             norms.extend([(NormRole::Attention, self.hidden_size), (NormRole::Mlp, self.hidden_size)]);
         }
-        if let Some(kind) = self.qk_norm {
+        if let Some(kind) = self.qk_norm.filter(|_| !convolution) {
             let [query, key, _] = match kind {
                 QkNorm::PerHead => [self.head_dim; 3],
                 QkNorm::Whole => self.qkv_widths(),
@@ -387,23 +419,26 @@ impl ModelSpec {
         if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }
 
-    /// The linear layers of a block as files have them.
-    fn linears(&self) -> Vec<ProductSpec> {
+    /// The linear layers of a block with attention or a short convolution as files have them.
+    fn linears(&self, convolution: bool) -> Vec<ProductSpec> {
         let d = self.hidden_size;
         let queries = self.attn_out_size();
         let keys = self.kv_heads * self.head_dim;
         let Biases { qkv, out, mlp } = self.biases;
         let linear = |role, inputs, outputs, bias| ProductSpec { op: ModuleOp::Linear(role), inputs, outputs, bias };
-        let mut linears = if self.fused_qkv {
-            vec![linear(LinearRole::Qkv, d, self.qkv_width(), qkv)]
+        let attention_out = linear(LinearRole::Out, queries, d, out);
+        let mut linears = if convolution {
+            vec![linear(LinearRole::ConvIn, d, 3 * d, false), linear(LinearRole::ConvOut, d, d, false)]
+        } else if self.fused_qkv {
+            vec![linear(LinearRole::Qkv, d, self.qkv_width(), qkv), attention_out]
         } else {
             vec![
                 linear(LinearRole::Query, d, queries, qkv),
                 linear(LinearRole::Key, d, keys, qkv),
                 linear(LinearRole::Value, d, keys, qkv),
+                attention_out,
             ]
         };
-        linears.push(linear(LinearRole::Out, queries, d, out));
         if self.experts.is_none() {
             linears.extend(self.mlp_linears(ModuleOp::Linear, mlp));
         }
@@ -433,9 +468,9 @@ impl ModelSpec {
         ProductSpec { op: ModuleOp::Router, inputs, outputs, bias: self.biases.mlp }
     }
 
-    /// All products of a block as files have them.
-    pub(super) fn products(&self) -> Vec<ProductSpec> {
-        let mut products = self.linears();
+    /// All products of a block with attention or a short convolution as files have them.
+    fn products(&self, convolution: bool) -> Vec<ProductSpec> {
+        let mut products = self.linears(convolution);
         if let Some(experts) = self.experts {
             products.push(self.router(experts));
             for i in 0..experts.count {
@@ -448,7 +483,7 @@ impl ModelSpec {
     /// The layers of all blocks that can have an adapter: linear layers as files have them, routers, and the products of the first
     /// expert, which represents all.
     pub(super) fn adaptable_layers(&self) -> Vec<AdaptableLayer> {
-        let mut products = self.linears();
+        let mut shared = Vec::new();
         if let Some(experts) = self.experts {
             let expert = |role, inputs, outputs| ProductSpec {
                 op: ModuleOp::Expert(0, role),
@@ -456,12 +491,13 @@ impl ModelSpec {
                 outputs,
                 bias: self.biases.mlp,
             };
-            products.push(self.router(experts));
-            products.push(expert(self.up_role(), self.hidden_size, self.up_width()));
-            products.push(expert(LinearRole::Down, self.intermediate_size, self.hidden_size));
+            shared.push(self.router(experts));
+            shared.push(expert(self.up_role(), self.hidden_size, self.up_width()));
+            shared.push(expert(LinearRole::Down, self.intermediate_size, self.hidden_size));
         }
         let in_block = |block| {
-            products.iter().map(move |&ProductSpec { op, inputs, outputs, .. }| AdaptableLayer {
+            let products = self.linears(self.has_short_conv(block)).into_iter().chain(shared.clone());
+            products.map(move |ProductSpec { op, inputs, outputs, .. }| AdaptableLayer {
                 layer: ModuleId::in_block(block, op),
                 fused_into: ModuleId::in_block(block, op.fused(self.activation)),
                 inputs,
@@ -567,7 +603,10 @@ impl ModelSpec {
             Norm::Rms { unit_offset: false } => &[(false, ParamInit::Ones)],
             Norm::Rms { unit_offset: true } => &[(false, ParamInit::Zeros)],
         };
-        let in_block = |block| self.norms().into_iter().map(move |(role, columns)| (Some(block), role, columns));
+        let in_block = |block| {
+            let norms = self.norms(self.has_short_conv(block)).into_iter();
+            norms.map(move |(role, columns)| (Some(block), role, columns))
+        };
         let norms = (0..self.num_layers).flat_map(in_block).chain([(None, NormRole::Final, d)]);
         for (block, role, columns) in norms {
             let layer = ModuleId { block, op: ModuleOp::Norm(role) };
@@ -578,14 +617,19 @@ impl ModelSpec {
         // Layers that close a residual branch start narrower (Radford et al., 2019).
         let closing = std / (2.0 * self.num_layers as f64).sqrt();
         for block in 0..self.num_layers {
-            if self.attention_sinks {
+            let convolution = self.has_short_conv(block);
+            if let Some(ShortConvLayers { taps, .. }) = self.short_conv.as_ref().filter(|_| convolution) {
+                let layer = ModuleId::in_block(block, ModuleOp::ShortConv);
+                push(layer, false, vec![d, 1, *taps], ParamInit::Normal(std), layer);
+            }
+            if self.attention_sinks && !convolution {
                 let layer = ModuleId::in_block(block, ModuleOp::Attention);
                 push(layer, false, vec![self.heads], ParamInit::Normal(std), layer);
             }
-            for ProductSpec { op, inputs, outputs, bias } in self.products() {
+            for ProductSpec { op, inputs, outputs, bias } in self.products(convolution) {
                 let layer = ModuleId::in_block(block, op);
                 let fused_into = ModuleId::in_block(block, op.fused(self.activation));
-                let closes = |role| matches!(role, LinearRole::Out | LinearRole::Down);
+                let closes = |role| matches!(role, LinearRole::Out | LinearRole::ConvOut | LinearRole::Down);
                 let std = match op {
                     ModuleOp::Linear(role) | ModuleOp::Expert(_, role) if closes(role) => closing,
                     _ => std,
@@ -616,18 +660,24 @@ impl ModelSpec {
 
     /// The number of parameters without adapters, a tied head counted once; at most `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
-        let [v, c, d, layers] =
-            [self.vocab_size, self.max_position_embeddings, self.hidden_size, self.num_layers].map(|dim| dim as u128);
+        let [v, c, d] = [self.vocab_size, self.max_position_embeddings, self.hidden_size].map(|dim| dim as u128);
         let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
         let elements = |ProductSpec { inputs, outputs, bias, .. }: ProductSpec| {
             inputs as u128 * outputs as u128 + if bias { outputs as u128 } else { 0 }
         };
-        let linears: u128 = self.products().into_iter().map(elements).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tie_word_embeddings { 0 } else { v * d };
-        let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();
+        let in_block = |convolution| {
+            let linears: u128 = self.products(convolution).into_iter().map(elements).sum();
+            let norms: u128 = self.norms(convolution).into_iter().map(|(_, columns)| norm(columns as u128)).sum();
+            linears + norms
+        };
         let sinks = if self.attention_sinks { self.heads as u128 } else { 0 };
-        let count = v * d + positions + head + norm(d) + layers * (norms + linears + sinks);
+        let taps = self.short_conv.as_ref().map_or(0, |convolutions| convolutions.taps as u128);
+        let attention = self.attention_layers() as u128;
+        let blocks =
+            attention * (in_block(false) + sinks) + (self.num_layers as u128 - attention) * (in_block(true) + taps * d);
+        let count = v * d + positions + head + norm(d) + blocks;
         u64::try_from(count).unwrap_or(u64::MAX)
     }
 }

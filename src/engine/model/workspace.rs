@@ -66,12 +66,7 @@ pub(super) struct QkNorms<T = Tensor> {
 
 impl<T> QkNorms<T> {
     /// The buffers, if there are such norms.
-    pub(super) fn alloc(
-        spec: &ModelSpec,
-        rows: usize,
-        compute: DType,
-        allocate: AllocFn<'_, T>,
-    ) -> Result<Option<Self>> {
+    fn alloc(spec: &ModelSpec, rows: usize, compute: DType, allocate: AllocFn<'_, T>) -> Result<Option<Self>> {
         let [queries, keys, _] = spec.qkv_widths();
         let groups = match spec.qk_norm {
             None => return Ok(None),
@@ -185,6 +180,7 @@ pub(super) struct Routing<T = Tensor> {
 #[derive(Debug)]
 pub(super) struct BlockActivations<T = Tensor> {
     pub(super) attention_norm: NormOutput<T>,
+    /// Queries, keys and values, or the input of a short convolution; see [`mixer_input`].
     pub(super) qkv: T,
     pub(super) heads: Option<QkNorms<T>>,
     pub(super) attended: T,
@@ -336,8 +332,27 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
+/// The part of the buffer of a block's queries, keys and values, or of its convolution's input: blocks that share a buffer may need
+/// fewer columns.
+pub(super) fn mixer_input(spec: &ModelSpec, block: usize, buffer: &Tensor) -> Result<Tensor> {
+    let (rows, columns) = buffer.dims2()?;
+    let width = spec.mixer_width(Some(block));
+    if columns == width {
+        return Ok(buffer.clone());
+    }
+    buffer.flatten_all()?.narrow(0, 0, rows * width)?.reshape((rows, width))
+}
+
 impl<T> BlockActivations<T> {
-    fn alloc(spec: &ModelSpec, tokens: usize, compute: DType, stream: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
+    /// The buffers of a block, or buffers for any block.
+    fn alloc(
+        spec: &ModelSpec,
+        block: Option<usize>,
+        tokens: usize,
+        [compute, stream]: [DType; 2],
+        allocate: AllocFn<'_, T>,
+    ) -> Result<Self> {
+        let attends = block.is_none_or(|block| !spec.has_short_conv(block));
         let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
         let columns = total_rank(spec);
         let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
@@ -350,8 +365,8 @@ impl<T> BlockActivations<T> {
         let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
-            qkv: rows(spec.qkv_width(), compute)?,
-            heads: QkNorms::alloc(spec, tokens, compute, allocate)?,
+            qkv: rows(spec.mixer_width(block), compute)?,
+            heads: if attends { QkNorms::alloc(spec, tokens, compute, allocate)? } else { None },
             attended: rows(spec.attn_out_size(), compute)?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
             post_attention: branch()?,
@@ -402,14 +417,14 @@ impl<T> LayerScratch<T> {
                 branch: spec.post_norms.then(|| rows(spec.hidden_size)).transpose()?,
                 query_key: spec.qk_norm.map(|_| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
                 attended: wide.then(|| rows(spec.attn_out_size())).transpose()?,
-                qkv: rows(spec.qkv_width())?,
+                qkv: rows(spec.mixer_width(None))?,
                 activated: mlp_rows(spec.intermediate_size)?,
                 up: spec.activation.is_gated().then(|| mlp_rows(spec.up_width())).transpose()?,
                 routed: routed()?,
                 router_logits: spec.experts.map(|experts| rows(experts.count)).transpose()?,
             })
         };
-        let block = || BlockActivations::alloc(spec, tokens, compute, stream, allocate);
+        let block = || BlockActivations::alloc(spec, None, tokens, [compute, stream], allocate);
         Ok(Self {
             compute,
             branch: rows(spec.hidden_size)?,
@@ -438,7 +453,7 @@ impl<T> Workspace<T> {
         let tokens = batch * seq_len;
         let width = spec.hidden_size;
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let all = if purpose.keep() == Checkpointing::None { spec.num_layers - spec.first_trained_block() } else { 0 };
+        let first = if purpose.keep() == Checkpointing::None { spec.first_trained_block() } else { spec.num_layers };
         let backward = || -> Result<ResidualGrad<T>> {
             Ok(ResidualGrad { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
         };
@@ -453,8 +468,8 @@ impl<T> Workspace<T> {
             balance: RefCell::default(),
             compute: vec![compute; spec.num_layers],
             stream: (0..=spec.num_layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
-            blocks: (0..all)
-                .map(|_| BlockActivations::alloc(spec, tokens, compute, stream, kept))
+            blocks: (first..spec.num_layers)
+                .map(|block| BlockActivations::alloc(spec, Some(block), tokens, [compute, stream], kept))
                 .collect::<Result<_>>()?,
             final_norm: NormOutput::alloc(spec.norm, tokens, width, compute, kept)?,
             head: CrossEntropyWorkspace::alloc([tokens, spec.vocab_size, width], compute, grads, on_gpu, scratch)?,
@@ -648,7 +663,7 @@ impl Workspace {
             PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
                 if let Some(activations) = self.kept(block).and_then(|kept| self.blocks.get_mut(kept)) {
-                    *activations = BlockActivations::alloc(spec, tokens, dtype, stream, &zeros)?;
+                    *activations = BlockActivations::alloc(spec, Some(block), tokens, [dtype, stream], &zeros)?;
                 }
             }
             PrecisionUnit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),

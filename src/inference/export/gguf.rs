@@ -85,14 +85,14 @@ fn file_type(encoding: WeightDtype) -> u32 {
     }
 }
 
-/// The type a parameter is stored in: vectors, positions and routers in FP32, embedding and head in more bits than the rest. If
+/// The type a parameter is stored in: vectors, positions, routers and convolutions in FP32, embedding and head in more bits than the rest. If
 /// rows do not divide into whole blocks, the same fallback types as in llama.cpp.
 fn block_type(entry: &ParamSpec, columns: usize, encoding: WeightDtype) -> GgmlDType {
     let table = matches!(entry.layer.op, ModuleOp::Embedding | ModuleOp::Head);
     let whole = |block: usize| columns.is_multiple_of(block);
     match encoding {
         _ if entry.shape.len() == 1 => GgmlDType::F32,
-        _ if matches!(entry.layer.op, ModuleOp::Positions | ModuleOp::Router) => GgmlDType::F32,
+        _ if matches!(entry.layer.op, ModuleOp::Positions | ModuleOp::Router | ModuleOp::ShortConv) => GgmlDType::F32,
         WeightDtype::Plain(Dtype::F32) => GgmlDType::F32,
         WeightDtype::Plain(Dtype::F16) => GgmlDType::F16,
         WeightDtype::Plain(Dtype::BF16) => GgmlDType::BF16,
@@ -112,6 +112,7 @@ fn value_of(value: &Json) -> Option<Value> {
             Some(count) => Some(Value::U32(u32::try_from(count).ok()?)),
             None => Some(Value::F32(number.as_f64()? as f32)),
         },
+        Json::Array(items) => Some(Value::Array(items.iter().map(value_of).collect::<Option<_>>()?)),
         _ => None,
     }
 }

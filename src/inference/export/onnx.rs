@@ -43,6 +43,12 @@ pub(super) fn write(spec: &ModelSpec, weights: &Parameters, options: OnnxOptions
     if spec.experts.is_some() {
         return Err(Error::model(spec.family.model_type, "mixtures of experts have no ONNX graph; export a folder"));
     }
+    if spec.short_conv.is_some() && options.kv_cache {
+        return Err(Error::model(
+            spec.family.model_type,
+            "graphs with short convolutions have no cache; leave out `--kv-cache`",
+        ));
+    }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
     let mut builder = GraphBuilder { spec, options, graph: Graph::default(), data, quantized: HashMap::new() };
@@ -209,7 +215,11 @@ impl GraphBuilder<'_> {
         }
         for block in 0..spec.num_layers {
             let normed = self.pre_norm(&stream, block, NormRole::Attention);
-            let attended = self.attention(&normed, block, &positions);
+            let attended = if spec.has_short_conv(block) {
+                self.short_conv(&normed, block)
+            } else {
+                self.attention(&normed, block, &positions)
+            };
             stream = self.residual_add(&stream, &attended, block, NormRole::PostAttention);
             let normed = self.pre_norm(&stream, block, NormRole::Mlp);
             let branch = self.mlp(&normed, block);
@@ -369,6 +379,7 @@ impl GraphBuilder<'_> {
         let has_bias = match role {
             LinearRole::Qkv | LinearRole::Query | LinearRole::Key | LinearRole::Value => biases.qkv,
             LinearRole::Out => biases.out,
+            LinearRole::ConvIn | LinearRole::ConvOut => false,
             LinearRole::GateUp | LinearRole::Gate | LinearRole::Up | LinearRole::Down => biases.mlp,
         };
         if has_bias { self.graph.op("Add", &[&product, &fp32_name(&format!("{name}.bias"))], &[]) } else { product }
@@ -427,6 +438,25 @@ impl GraphBuilder<'_> {
         let heads = graph.op("Transpose", &[&heads], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
         let joined = graph.op("Reshape", &[&heads, "joined"], &[]);
         self.linear(&joined, block, LinearRole::Out)
+    }
+
+    fn short_conv(&mut self, x: &str, block: usize) -> String {
+        let taps = self.spec.short_conv.as_ref().map_or(1, |convolutions| convolutions.taps) as i64;
+        let weight = self.spec.layer_name(ModuleId::in_block(block, ModuleOp::ShortConv));
+        let input = self.linear(x, block, LinearRole::ConvIn);
+        let graph = &mut self.graph;
+        let thirds = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)];
+        let [b, c, x] = graph.split("Split", &[&input], &thirds);
+        let products = graph.op("Mul", &[&b, &x], &[]);
+        let channels_first = [Attribute::Ints("perm", &[0, 2, 1])];
+        let products = graph.op("Transpose", &[&products], &channels_first);
+        // Only tokens before the current one are read.
+        let (pads, width) = ([taps - 1, 0], self.spec.hidden_size as i64);
+        let attributes = [Attribute::Int("group", width), Attribute::Ints("pads", &pads)];
+        let sums = graph.op("Conv", &[&products, &fp32_name(&format!("{weight}.weight"))], &attributes);
+        let sums = graph.op("Transpose", &[&sums], &channels_first);
+        let gated = graph.op("Mul", &[&c, &sums], &[]);
+        self.linear(&gated, block, LinearRole::ConvOut)
     }
 
     /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalises and rotates each head if the family

@@ -194,6 +194,7 @@ impl ModelSpec {
             WeightTransform::Same => Ok(values.clone()),
             WeightTransform::Transposed => values.t()?.contiguous(),
             WeightTransform::PlusOne => values + 1.0,
+            WeightTransform::Squeezed => values.squeeze(1),
             WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [2, self.head_dim / 2]),
         }
     }
@@ -204,6 +205,7 @@ impl ModelSpec {
             WeightTransform::Same => Ok(values.clone()),
             WeightTransform::Transposed => values.t()?.contiguous(),
             WeightTransform::PlusOne => values - 1.0,
+            WeightTransform::Squeezed => values.unsqueeze(1),
             WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2]),
         }
     }
@@ -211,8 +213,10 @@ impl ModelSpec {
     /// The shape of a parameter's tensor in GGUF, outermost dimension first. One tensor has a matrix of each expert.
     pub fn gguf_shape(&self, entry: &ParamSpec) -> Vec<usize> {
         let mut shape = entry.shape.clone();
-        if matches!(self.transform(entry), WeightTransform::Transposed) {
-            shape.reverse();
+        match self.transform(entry) {
+            WeightTransform::Transposed => shape.reverse(),
+            WeightTransform::Squeezed => drop(shape.remove(1)),
+            _ => {}
         }
         if let (ModuleOp::Expert(..), Some(experts)) = (entry.layer.op, self.experts) {
             shape.insert(0, experts.count);
@@ -223,7 +227,11 @@ impl ModelSpec {
     /// The name of a parameter's tensor in GGUF.
     pub fn gguf_name(&self, entry: &ParamSpec) -> String {
         let ModuleId { block, op } = entry.layer;
-        let name = if op == ModuleOp::Norm(NormRole::Mlp) { self.family.gguf.mlp_norm } else { module_name(op) };
+        let name = match op {
+            ModuleOp::Norm(NormRole::Mlp) => self.family.gguf.mlp_norm,
+            ModuleOp::Norm(NormRole::Final) => self.family.gguf.final_norm,
+            op => module_name(op),
+        };
         let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
         block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
     }
@@ -241,7 +249,7 @@ impl ModelSpec {
                 };
                 (0..count).map(place).collect()
             }
-            WeightTransform::Same | WeightTransform::Transposed | WeightTransform::PlusOne => (0..count).collect(),
+            _ => (0..count).collect(),
         }
     }
 
@@ -255,6 +263,7 @@ impl ModelSpec {
             {
                 WeightTransform::Transposed
             }
+            ModuleOp::ShortConv => WeightTransform::Squeezed,
             ModuleOp::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
             _ => WeightTransform::Same,
         }
@@ -268,6 +277,8 @@ enum WeightTransform {
     Transposed,
     /// GGUF stores 1 + weight of a norm.
     PlusOne,
+    /// `[channels, taps]` there, `[channels, 1, taps]` here.
+    Squeezed,
     /// GGUF interleaves the rows of the two halves of each head.
     Interleaved {
         heads: usize,
@@ -307,6 +318,8 @@ const fn module_name(op: ModuleOp) -> &'static str {
         ModuleOp::Linear(LinearRole::Key) => "attn_k",
         ModuleOp::Linear(LinearRole::Value) => "attn_v",
         ModuleOp::Linear(LinearRole::Out) => "attn_output",
+        ModuleOp::Linear(LinearRole::ConvIn) => "shortconv.in_proj",
+        ModuleOp::Linear(LinearRole::ConvOut) => "shortconv.out_proj",
         ModuleOp::Router => "ffn_gate_inp",
         ModuleOp::Expert(_, LinearRole::Gate) => "ffn_gate_exps",
         ModuleOp::Expert(_, LinearRole::Down) => "ffn_down_exps",
@@ -315,6 +328,7 @@ const fn module_name(op: ModuleOp) -> &'static str {
         ModuleOp::Linear(LinearRole::Up | LinearRole::GateUp) => "ffn_up",
         ModuleOp::Linear(LinearRole::Down) => "ffn_down",
         ModuleOp::Attention => "attn_sinks",
+        ModuleOp::ShortConv => "shortconv.conv",
         ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
     }
 }

@@ -193,6 +193,7 @@ impl Cases {
 
     /// Operations and sizes that there are no CUDA kernels for.
     fn on_a_cpu(&mut self) {
+        const CUT: Documents = &[&[1, 3, 30], &[21]];
         for dtype in TYPES {
             for sizes in [[5, 300, 300], [3, 97, 104]] {
                 self.add(Case::CPU, [Operation::CrossEntropy { sizes, softcap: Some(5.0), dtype }]);
@@ -227,7 +228,6 @@ impl Cases {
                 let settings = [true, false].map(|normalized| RouterSettings { top_k, normalized });
                 self.add(Case::CPU, settings.map(|settings| Operation::Route { sizes, settings, dtype }));
             }
-            const CUT: Documents = &[&[1, 3, 30], &[21]];
             for (sizes, documents) in [([1, 1, 1], &[][..]), ([2, 8, 4], &[]), ([70, 130, 3], &[]), ([33, 40, 3], CUT)]
             {
                 self.add(Case::CPU, [Operation::ShortConv { sizes, documents, dtype }]);

@@ -8,9 +8,9 @@ use crate::engine::kernels::rope::Direction;
 use crate::engine::model::adapter::AdapterPass;
 use crate::engine::model::hook::{Hook, TensorKind};
 use crate::engine::model::layers::Context;
-use crate::engine::model::parameters::Parameters;
+use crate::engine::model::parameters::{ParamRef, Parameters};
 use crate::engine::model::spec::{LinearRole, ModuleId, ModuleOp};
-use crate::engine::model::workspace::{Checkpointing, PostNorm, ResidualGrad, Workspace};
+use crate::engine::model::workspace::{Checkpointing, PostNorm, ResidualGrad, Workspace, mixer_input};
 use crate::precision::PrecisionUnit;
 use candle_core::{Result, Tensor, bail};
 
@@ -112,7 +112,8 @@ impl Decoder {
         let branch = &scratch.branch;
         let gradients = scratch.gradients()?;
         cx.adapters = acts.adapters(scratch);
-        let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
+        let qkv = &mixer_input(&self.spec, i, &gradients.qkv)?;
+        let (normed, activated) = (&gradients.normed, &gradients.activated);
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
         let dy = block.post_norm_backward(cx, 1, acts.post_mlp.as_ref(), branch, other)?;
@@ -148,10 +149,32 @@ impl Decoder {
         let dy = block.post_norm_backward(cx, 0, acts.post_attention.as_ref(), branch, other)?;
         cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
         block.out.backward(cx, &acts.attended, dy, attended)?;
-        self.attention_backward(cx, i, ws, attended, qkv)?;
-        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::InputGradient, qkv)?;
+        match block.short_conv {
+            Some(weight) => self.short_conv_backward(cx, i, ws, weight, attended, qkv)?,
+            None => self.attention_backward(cx, i, ws, attended, qkv)?,
+        }
+        cx.hook.record_whole(ModuleId::in_block(i, block.mixer()), TensorKind::InputGradient, qkv)?;
         block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed)?;
         block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
+    }
+
+    /// Computes the gradients of a convolution's input and weight from the gradient of its output.
+    fn short_conv_backward(
+        &self,
+        cx: &mut Context<'_>,
+        i: usize,
+        ws: &Workspace,
+        param: ParamRef,
+        dy: &Tensor,
+        dinput: &Tensor,
+    ) -> Result<()> {
+        let input = &mixer_input(&self.spec, i, &ws.block(i)?.0.qkv)?;
+        let (weight, dweight) = (cx.weights.fused(param), cx.grad(param));
+        op::ShortConvBackward { input, weight, positions: ws.positions(), dy, dinput, dweight }.run(cx.kernels)?;
+        dweight.map_or(Ok(()), |dweight| {
+            let layer = ModuleId::in_block(i, ModuleOp::ShortConv);
+            cx.hook.record_whole(layer, TensorKind::WeightGradient, dweight)
+        })
     }
 
     /// Computes the gradient of the product `qkv` from the gradient of attention's output.
@@ -167,7 +190,8 @@ impl Decoder {
         let (acts, scratch) = ws.block(i)?;
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
-        let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
+        let product = &mixer_input(&self.spec, i, &acts.qkv)?;
+        let qkv = self.columns(product, acts.heads.as_ref())?;
         let sinks = self.sinks(cx.weights, i);
         let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
         let linear = ColumnSlice::split(dqkv, widths)?;
@@ -195,7 +219,7 @@ impl Decoder {
             self.apply_rope(kernels, [dq, dk], tables, ws.positions(), Direction::Backward)?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
-            let inputs = ColumnSlice::split(&acts.qkv, widths)?;
+            let inputs = ColumnSlice::split(product, widths)?;
             for part in 0..2 {
                 let x = inputs[part];
                 let rstd = &heads.rstd[part];

@@ -1,15 +1,17 @@
-//! The forward pass for generating text: computes only new tokens, over the cached keys and values of earlier ones.
+//! The forward pass for generating text: computes only new tokens, over the cached keys and values, or products of convolutions, of
+//! earlier ones.
 
-use super::{Decoder, ForwardMode, InputIds};
+use super::{Decoder, ForwardMode, InputIds, MixerInputs};
 use crate::engine::kernels::decode_attention::{CachedSequence, LayerKvCache};
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::PositionIds;
+use crate::engine::kernels::short_conv::{ConvCache, ConvSequence};
 use crate::engine::kernels::view;
 use crate::engine::model::adapter::AdapterPass;
 use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::ModelSpec;
+use crate::engine::model::spec::{ModelSpec, ShortConvLayers};
 use crate::engine::model::workspace::{LayerScratch, Purpose, RopeCaches, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -28,10 +30,17 @@ pub struct KvCache {
     buffers: Option<Buffers>,
 }
 
-/// The keys and values of a sequence's tokens in every layer.
+/// A sequence's part of a layer.
+#[derive(Debug)]
+enum LayerCache {
+    Attention(LayerKvCache),
+    ShortConv(ConvCache),
+}
+
+/// The caches of a sequence in every layer.
 #[derive(Debug)]
 struct SequenceCache {
-    layers: Vec<LayerKvCache>,
+    layers: Vec<LayerCache>,
     capacity: usize,
     len: usize,
     /// For `capacity` positions. Not used with a dynamic base.
@@ -66,7 +75,13 @@ impl KvCache {
         if capacity > spec.max_position_embeddings {
             bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
         }
-        let layer = |_| LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device);
+        let layer = |block| match &spec.short_conv {
+            Some(ShortConvLayers { taps, .. }) if spec.has_short_conv(block) => {
+                ConvCache::new(*taps, spec.hidden_size, &self.device).map(LayerCache::ShortConv)
+            }
+            _ => LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device)
+                .map(LayerCache::Attention),
+        };
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
         let rope_caches = RopeCaches::new(spec, 0..capacity, capacity, &self.device)?;
         self.sequences.push(SequenceCache { layers, capacity, len: 0, rope_caches });
@@ -81,9 +96,10 @@ impl KvCache {
         self.sequences.remove(sequence);
     }
 
-    /// Bytes of the keys and values of a sequence of `capacity` tokens.
+    /// Bytes of the cache of a sequence of `capacity` tokens, without the products of convolutions, a few rows each.
     pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
-        (2 * spec.num_layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
+        let columns = 2 * spec.attention_layers() * spec.kv_heads * spec.head_dim;
+        (columns * capacity * policy.compute.size_in_bytes()) as u64
     }
 
     /// The maximum number of tokens of the first sequence.
@@ -105,10 +121,15 @@ impl KvCache {
         *len
     }
 
-    /// Keeps only the first `len` tokens of every sequence.
+    /// Keeps only the first `len` tokens of every sequence; none if a convolution's cache has not kept enough of them.
     pub fn truncate(&mut self, len: usize) {
         for sequence in &mut self.sequences {
-            sequence.len = sequence.len.min(len);
+            let is_lost = |layer: &LayerCache| match layer {
+                LayerCache::Attention(_) => false,
+                // It has one token more than the next one needs.
+                LayerCache::ShortConv(_) => sequence.len > len + 1,
+            };
+            sequence.len = if sequence.layers.iter().any(is_lost) { 0 } else { sequence.len.min(len) };
         }
     }
 
@@ -172,7 +193,9 @@ impl Decoder {
         let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
         for sequence in cache.sequences.iter_mut().filter(|sequence| sequence.len == 0) {
             for (layer, dtype) in sequence.layers.iter_mut().zip(&compute) {
-                layer.retype(*dtype)?;
+                if let LayerCache::Attention(layer) = layer {
+                    layer.retype(*dtype)?;
+                }
             }
         }
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
@@ -192,17 +215,30 @@ impl Decoder {
         for (i, dtype) in compute[..self.spec.num_layers].iter().enumerate() {
             let scratch = LayerScratch::of(blocks, *dtype)?;
             let acts = scratch.block()?;
-            self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |qkv| {
+            let sequences = || {
                 let sequences = cache.sequences.iter().zip(&counts);
-                let sequences = sequences.map(|(SequenceCache { layers, len, .. }, new)| CachedSequence {
-                    cache: &layers[i],
-                    past: *len,
-                    new: *new,
-                });
-                let sequences = &sequences.collect::<Vec<_>>()[..];
-                let shape = self.shape(i, 1, rows);
-                let sinks = self.sinks(weights, i);
-                op::DecodeAttention { shape, sequences, qkv, sinks, out: &acts.attended }.run(kernels)
+                sequences.map(|(SequenceCache { layers, len, .. }, new)| (&layers[i], *len, *new))
+            };
+            let out = &acts.attended;
+            self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |inputs| match inputs {
+                MixerInputs::Attention(qkv) => {
+                    let sequences = sequences().filter_map(|(cache, past, new)| match cache {
+                        LayerCache::Attention(cache) => Some(CachedSequence { cache, past, new }),
+                        LayerCache::ShortConv(_) => None,
+                    });
+                    let sequences = &sequences.collect::<Vec<_>>();
+                    let shape = self.shape(i, 1, rows);
+                    let sinks = self.sinks(weights, i);
+                    op::DecodeAttention { shape, sequences, qkv, sinks, out }.run(kernels)
+                }
+                MixerInputs::ShortConv { input, weight } => {
+                    let sequences = sequences().filter_map(|(cache, past, new)| match cache {
+                        LayerCache::ShortConv(cache) => Some(ConvSequence { cache, past, new }),
+                        LayerCache::Attention(_) => None,
+                    });
+                    let sequences = &sequences.collect::<Vec<_>>();
+                    op::DecodeShortConv { input, weight, sequences, out }.run(kernels)
+                }
             })?;
             self.add_mlp(cx, i, (acts, scratch), stream)?;
         }

@@ -166,6 +166,7 @@ fn layer_name(ModuleId { block, op }: ModuleId) -> String {
         ModuleOp::Linear(LinearRole::Gate | LinearRole::GateUp) | ModuleOp::Router => "mlp.gate",
         ModuleOp::Linear(LinearRole::Down) => "mlp.c_proj",
         ModuleOp::Attention => "attn",
+        ModuleOp::Linear(LinearRole::ConvIn | LinearRole::ConvOut) | ModuleOp::ShortConv => "conv",
         ModuleOp::AttnResidual => "attn.residual",
         ModuleOp::Activation => "mlp.gelu",
         ModuleOp::Expert(..) => "mlp.experts",

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) use super::keys::{head_dim, only_silu, read, read_uniform, with_rope, write};
 pub(super) use super::names::{in_block, layer_name, parameter_name};
 pub(super) use super::windows::{
-    alternates, check_alternation, layer_types, no_windows, sliding_layers, with_windows, write_windows,
+    alternates, check_alternation, layer_types, layers_of_type, no_windows, sliding_layers, with_windows, write_windows,
 };
 
 /// The family, from which others take the fields that they share.
@@ -44,6 +44,7 @@ pub(super) const BASE: Family = Family {
         yarn_log_multiplier: false,
         yarn_truncates: true,
         mlp_norm: "ffn_norm",
+        final_norm: "output_norm",
         claims: |_| true,
         read: |_, _| {},
         write: |spec, _| no_windows(spec),
@@ -141,6 +142,7 @@ pub(super) fn default() -> ModelSpec {
         unrotated: Vec::new(),
         query_scale: None,
         sliding: None,
+        short_conv: None,
         attention_scale: None,
         attention_sinks: false,
         attention_softcap: None,

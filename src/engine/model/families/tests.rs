@@ -111,6 +111,30 @@ fn exaones_layers_are_rotated_unless_others_have_a_window() {
 }
 
 #[test]
+fn lfm2s_layers_are_convolutions_unless_listed() {
+    let config = |key: &str, value: Value| {
+        let mut config = json!({"model_type": "lfm2", "num_hidden_layers": 3});
+        config[key] = value;
+        config
+    };
+    let layers = |key, value| read(&config(key, value)).short_conv.map(|convolutions| convolutions.layers);
+    assert_eq!(layers("full_attn_idxs", json!([2])), Some(vec![true, true, false]));
+    assert_eq!(layers("layer_types", json!(["conv", "full_attention", "conv"])), Some(vec![true, false, true]));
+    assert_eq!(layers("layer_types", Value::Null), None);
+    let width = |key, value| read(&config(key, value)).intermediate_size;
+    // Two thirds of 12,288, and of 10,240 in whole blocks of 256, as LFM2-1.2B and LFM2-700M have them.
+    assert_eq!(width("block_ff_dim", json!(12_288)), 8192);
+    assert_eq!(width("block_ff_dim", json!(10_240)), 6912);
+    assert_eq!(width("block_auto_adjust_ff_dim", json!(false)), 12_288);
+    for (key, value) in
+        [("conv_bias", json!(true)), ("layer_types", json!(["mamba", "conv", "conv"])), ("head_dim", json!(64))]
+    {
+        let error = ModelSpec::from_json(config(key, value).to_string().as_bytes(), "x").unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+}
+
+#[test]
 fn granite_4_is_refused_by_what_is_not_built() {
     let config = json!({"model_type": "granitemoehybrid", "num_local_experts": 0, "position_embedding_type": "rope",
         "layer_types": ["attention", "attention"], "num_hidden_layers": 2, "shared_intermediate_size": 512});

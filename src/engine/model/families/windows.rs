@@ -24,18 +24,29 @@ pub(super) fn sliding_layers(
     layers: usize,
     default: impl Fn(usize) -> bool,
 ) -> Result<Vec<bool>, String> {
+    match keys.0.get("layer_types") {
+        None | Some(Value::Null) => Ok((0..layers).map(default).collect()),
+        Some(_) => layers_of_type(keys, layers, ["full_attention", "sliding_attention"]),
+    }
+}
+
+/// Whether each layer in `layer_types` has the second of these types; all others must have the first.
+pub(super) fn layers_of_type(
+    keys: &ConfigReader<'_>,
+    layers: usize,
+    [first, second]: [&str; 2],
+) -> Result<Vec<bool>, String> {
     let types = match keys.0.get("layer_types") {
-        None | Some(Value::Null) => return Ok((0..layers).map(default).collect()),
         Some(Value::Array(types)) => types,
-        Some(other) => return Err(format!("`layer_types` is {other}; it must be a list")),
+        other => return Err(format!("`layer_types` is {}; it must be a list", other.unwrap_or(&Value::Null))),
     };
     if types.len() != layers {
         return Err(format!("`layer_types` has {} entries for `num_hidden_layers` = {layers}", types.len()));
     }
     let read = |value: &Value| match value.as_str() {
-        Some("full_attention") => Ok(false),
-        Some("sliding_attention") => Ok(true),
-        _ => Err(format!("`layer_types` has {value}; supported: `full_attention`, `sliding_attention`")),
+        Some(kind) if kind == first => Ok(false),
+        Some(kind) if kind == second => Ok(true),
+        _ => Err(format!("`layer_types` has {value}; supported: `{first}`, `{second}`")),
     };
     types.iter().map(read).collect()
 }

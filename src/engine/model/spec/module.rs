@@ -35,6 +35,10 @@ pub enum LinearRole {
     Value,
     /// After attention.
     Out,
+    /// Into a short convolution: its two gates and its values in one.
+    ConvIn,
+    /// After a short convolution.
+    ConvOut,
     /// Gate and up in one.
     GateUp,
     /// The gate of a gated MLP.
@@ -74,6 +78,8 @@ pub enum ModuleOp {
     Expert(u16, LinearRole),
     /// Attention itself.
     Attention,
+    /// A short convolution itself.
+    ShortConv,
     /// The residual stream after attention.
     AttnResidual,
     /// The MLP's activation.

@@ -136,7 +136,8 @@ impl ExponentHistogram {
 
     fn share(&self, belongs: impl Fn(i32) -> bool) -> f64 {
         let all = self.finite_nonzero();
-        let part: f64 = self.iter().filter(|(exponent, _)| belongs(*exponent)).map(|(_, count)| count as f64).sum();
+        // A sum of no numbers is -0.
+        let part = self.iter().filter(|(exponent, _)| belongs(*exponent)).fold(0.0, |sum, (_, n)| sum + n as f64);
         if all == 0 { 0.0 } else { part / all as f64 }
     }
 }
@@ -236,6 +237,7 @@ mod tests {
         assert_eq!(share(0), [1, 2, 2, 3]);
         assert_eq!(share(1), [0, 2, 2, 4]);
         assert_eq!(share(-1), [2, 2, 4, 0]);
+        assert_eq!(format!("{:.2}", histogram.shares_at(-1, FloatFormat::FP16).overflow), "0.00");
     }
 
     #[test]

@@ -154,6 +154,17 @@ impl AdamW {
         bytes + upcast_copy * Dtype::F32.size_in_bytes() as u64
     }
 
+    /// Both moments of a parameter, and their scales if they have 8 bits.
+    fn moments(&self, index: usize) -> ([&Tensor; 2], Option<[op::MomentScales<'_>; 2]>) {
+        match self.storage[index] {
+            MomentStorage::Fp32(at) => ([&self.exp_avg[at], &self.exp_avg_sq[at]], None),
+            MomentStorage::Int8(at) => {
+                let [m, v] = &self.quantized[at].moments;
+                ([&m.codes, &v.codes], Some([m.scales(), v.scales()]))
+            }
+        }
+    }
+
     /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`. Appends to `counts`, for
     /// each parameter, the updates that a 16-bit copy shows.
     pub fn step(
@@ -166,51 +177,39 @@ impl AdamW {
         counts: Option<&mut Vec<UpdateCounts>>,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
-        let Self { config, rounding_seed, exp_avg, exp_avg_sq, quantized, storage, upcast_copy } = &*self;
-        let step = AdamWStep {
-            lr: lr as f32,
-            betas: config.betas,
-            eps: config.eps as f32,
-            bias_corrections: config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
-            grad_factor,
-        };
+        let AdamWConfig { betas, eps, weight_decay } = self.config;
+        let bias_corrections = betas.map(|beta| (1.0 - beta.powi(t)) as f32);
+        let step = AdamWStep { lr: lr as f32, betas, eps: eps as f32, bias_corrections, grad_factor };
         let mut counts = counts.map(|counts| {
             let first = counts.len();
-            counts.resize(first + storage.len(), UpdateCounts::default());
+            counts.resize(first + self.storage.len(), UpdateCounts::default());
             counts[first..].iter_mut()
         });
         // FP32 masters are updated at once, which on a GPU is one launch.
-        let mut together = Vec::with_capacity(storage.len());
-        for (i, (entry, place)) in grads.layout().iter().zip(storage).enumerate() {
-            let ([exp_avg, exp_avg_sq], scales) = match *place {
-                MomentStorage::Fp32(at) => ([&exp_avg[at], &exp_avg_sq[at]], None),
-                MomentStorage::Int8(at) => {
-                    let [m, v] = &quantized[at].moments;
-                    ([&m.codes, &v.codes], Some([m.scales(), v.scales()]))
-                }
-            };
+        let mut together = Vec::with_capacity(self.storage.len());
+        for (i, entry) in grads.layout().iter().enumerate() {
+            let (master, weight) = (&masters.parameters()[i], &weights[i]);
             // FP32 copies, which some processes have of wide layers, show every update.
-            let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weights[i].dtype() != DType::F32);
-            let grad = &grads[i];
-            let weight_decay = if entry.decay { config.weight_decay as f32 } else { 0.0 };
-            let master = &masters.parameters()[i];
+            let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weight.dtype() != DType::F32);
             if master.elem_count() == 0 {
                 // Other processes have its elements.
                 continue;
             }
-            let shared = view::share_storage(master, &weights[i]);
-            let weight = (!shared).then_some(&weights[i]);
+            let ([exp_avg, exp_avg_sq], scales) = self.moments(i);
+            let weight = (!view::share_storage(master, weight)).then_some(weight);
+            let weight_decay = if entry.decay { weight_decay as f32 } else { 0.0 };
+            let grad = &grads[i];
             let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
-            let Some(upcast_copy) = upcast_copy.as_ref().filter(|_| master.dtype() != DType::F32) else {
+            let Some(upcast_copy) = self.upcast_copy.as_ref().filter(|_| master.dtype() != DType::F32) else {
                 together.push(tensor);
                 continue;
             };
             let updated = &upcast_copy.narrow(0, 0, master.elem_count())?.reshape(master.shape())?;
             kernels.copy(master, updated)?;
-            let rounded = rounding_seed.is_none().then_some(master);
+            let rounded = self.rounding_seed.is_none().then_some(master);
             let tensor = AdamWTensor { master: updated, weight: rounded, ..tensor };
             op::AdamW { step, tensors: vec![tensor] }.run(kernels)?;
-            if let Some(seed) = *rounding_seed {
+            if let Some(seed) = self.rounding_seed {
                 let first = masters.parameters().range(i).start;
                 stochastic::round(updated, master, first, seed, &entry.name, updates)?;
             }

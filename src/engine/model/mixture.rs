@@ -278,7 +278,7 @@ impl ExpertMlps {
         self.router.forward_into_fp32(cx, x, logits)?;
         op::Route { settings: self.settings, logits, weights, routes: &mut *routes }.run(cx.kernels)?;
         gather(cx, routes, x, rows)?;
-        self.for_each(cx, routes, nothing, |cx, expert, part| expert.up.forward(cx, &part(rows)?, &part(&acts.up)?))
+        self.for_each(cx, routes, None, |cx, expert, part| expert.up.forward(cx, &part(rows)?, &part(&acts.up)?))
     }
 
     /// Multiplies the activation's output with the experts' weights, unless their outputs are.
@@ -305,7 +305,7 @@ impl ExpertMlps {
     /// Computes the weighted output of each of a token's experts.
     fn outputs(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>, rows: &Tensor) -> Result<()> {
         let Routing { weights, decisions, .. } = acts.routing()?;
-        self.for_each(cx, &decisions.borrow().routes, nothing, |cx, expert, part| {
+        self.for_each(cx, &decisions.borrow().routes, None, |cx, expert, part| {
             expert.down.forward(cx, &part(&scratch.activated)?, &part(rows)?)
         })?;
         if self.weighs_outputs { op::ScaleRows { x: rows, weights }.run(cx.kernels) } else { Ok(()) }
@@ -333,8 +333,7 @@ impl ExpertMlps {
                 .run(cx.kernels)?;
             op::ScaleRows { x: rows, weights }.run(cx.kernels)?;
         }
-        let zero = |cx: &mut Context<'_>, expert: &Expert| expert.down.zero_gradients(cx);
-        self.for_each(cx, routes, zero, |cx, expert, part| {
+        self.for_each(cx, routes, Some(|expert| &expert.down), |cx, expert, part| {
             expert.down.backward(cx, &part(x)?, &part(rows)?, &part(dx)?)
         })?;
         if !self.weighs_outputs {
@@ -362,8 +361,7 @@ impl ExpertMlps {
         let drows = gradients.routed()?;
         self.router.backward(cx, x, gradients.router_logits()?, dx)?;
         gather(cx, &decisions.routes, x, rows)?;
-        let zero = |cx: &mut Context<'_>, expert: &Expert| expert.up.zero_gradients(cx);
-        self.for_each(cx, &decisions.routes, zero, |cx, expert, part| {
+        self.for_each(cx, &decisions.routes, Some(|expert| &expert.up), |cx, expert, part| {
             expert.up.backward(cx, &part(rows)?, &part(dy)?, &part(drows)?)
         })?;
         scatter(cx, decisions, drows, dx)
@@ -371,36 +369,32 @@ impl ExpertMlps {
 
     /// Recomputes the intermediate results of [`Self::forward_down`] that the backward pass reads.
     pub(super) fn recompute_down(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
-        self.for_each(cx, &acts.routing()?.decisions.borrow().routes, nothing, |cx, expert, part| {
+        self.for_each(cx, &acts.routing()?.decisions.borrow().routes, None, |cx, expert, part| {
             expert.down.recompute(cx, &part(&scratch.activated)?)
         })
     }
 
-    /// Calls `visit` with each expert that has rows, and a function that returns its rows of a tensor; `skip` with each other one.
+    /// Calls `visit` with each expert that has rows, and a function that returns its rows of a tensor. Zeroes the gradients of the
+    /// product `zeroed` of each other one.
     fn for_each<'a>(
         &self,
         cx: &mut Context<'a>,
         routes: &Routes,
-        skip: impl Fn(&mut Context<'a>, &Expert) -> Result<()>,
+        zeroed: Option<fn(&Expert) -> &Linear>,
         visit: impl Fn(&mut Context<'a>, &Expert, &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<()>,
     ) -> Result<()> {
         let tokens = routes.tokens.len() / self.settings.top_k;
         for (expert, range) in self.experts.iter().zip(routes.ranges()) {
             cx.adapters.routed = Some((range.start, tokens));
-            if range.is_empty() {
-                skip(cx, expert)?;
-            } else {
+            if !range.is_empty() {
                 visit(cx, expert, &|tensor| tensor.narrow(0, range.start, range.len()))?;
+            } else if let Some(product) = zeroed {
+                product(expert).zero_gradients(cx)?;
             }
         }
         cx.adapters.routed = None;
         Ok(())
     }
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "a callback's signature")]
-fn nothing(_: &mut Context<'_>, _: &Expert) -> Result<()> {
-    Ok(())
 }
 
 /// The rows of `table` by the tokens of `routes`.

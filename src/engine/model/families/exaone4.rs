@@ -14,7 +14,7 @@ pub(super) static EXAONE4: Family = Family {
     write: |spec| {
         let mut json = llama::write(spec);
         json["layer_types"] = llama::layer_types(spec);
-        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        json["sliding_window"] = llama::window(spec);
         json
     },
     gguf: GgufFormat {
@@ -49,8 +49,7 @@ fn default() -> ModelSpec {
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let spec = llama::read_uniform(keys, default(), [Some(32), None])?;
-    // A missing key stands for a window of 4096, `null` for none.
-    if keys.0.get("sliding_window") == Some(&Value::Null) {
+    if llama::has_no_window(keys) {
         return Ok(spec);
     }
     let pattern = if keys.0.contains_key("layer_types") {

@@ -24,7 +24,7 @@ pub(super) const BASE: Family = Family {
     },
     write: |spec| {
         let mut json = write(spec);
-        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        json["sliding_window"] = llama::window(spec);
         json
     },
     layer_name,

@@ -20,7 +20,7 @@ pub(super) static GPT_OSS: Family = Family {
         let mut json = llama::write(spec);
         Experts::write(spec, &mut json, COUNT);
         json["layer_types"] = llama::layer_types(spec);
-        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        json["sliding_window"] = llama::window(spec);
         for (key, value) in CLAMP {
             json[key] = value.into();
         }
@@ -110,9 +110,9 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let attention = keys.bool("attention_bias", true)?;
     let biases = Biases { qkv: attention, out: attention, mlp: true };
     let spec = ModelSpec { biases, experts: Some(experts), ..spec };
-    match (layers.contains(&true), keys.0.get("sliding_window")) {
+    match (layers.contains(&true), llama::has_no_window(keys)) {
         (false, _) => Ok(spec),
-        (true, Some(Value::Null)) => Err("`sliding_window` is null, but `layer_types` has `sliding_attention`".into()),
-        (true, _) => llama::with_windows(keys, spec, layers),
+        (true, true) => Err("`sliding_window` is null, but `layer_types` has `sliding_attention`".into()),
+        (true, false) => llama::with_windows(keys, spec, layers),
     }
 }

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) use super::keys::{head_dim, only_silu, read, read_uniform, with_rope, write};
 pub(super) use super::names::{in_block, layer_name, parameter_name};
 pub(super) use super::windows::{
-    alternates, check_alternation, layer_types, layers_of_type, no_windows, sliding_layers, with_windows, write_windows,
+    alternates, check_alternation, has_no_window, layer_types, layers_of_type, no_windows, sliding_layers, window,
+    with_windows, write_windows,
 };
 
 /// The family, from which others take the fields that they share.

@@ -3,7 +3,6 @@
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::ModelSpec;
-use serde_json::Value;
 
 pub(super) static MISTRAL: Family = Family {
     model_type: "mistral",
@@ -13,7 +12,7 @@ pub(super) static MISTRAL: Family = Family {
     read,
     write: |spec| {
         let mut json = llama::write(spec);
-        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        json["sliding_window"] = llama::window(spec);
         json
     },
     gguf: GgufFormat {
@@ -28,8 +27,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let default =
         ModelSpec { family: &MISTRAL, max_position_embeddings: 131_072, intermediate_size: 14_336, ..llama::default() };
     let spec = llama::read_uniform(keys, default, [Some(8), None])?;
-    // A missing key stands for a window of 4096, `null` for none.
-    if keys.0.get("sliding_window") == Some(&Value::Null) {
+    if llama::has_no_window(keys) {
         return Ok(spec);
     }
     let every = vec![true; spec.num_layers];

@@ -103,7 +103,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 fn write(spec: &ModelSpec) -> Value {
     let mut json = llama::write(spec);
     json["resid_pdrop"] = spec.dropout.residual.into();
-    json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+    json["sliding_window"] = llama::window(spec);
     let original = json["rope_parameters"][ORIGINAL].clone();
     json[ORIGINAL] = if original.is_null() { json["max_position_embeddings"].clone() } else { original };
     json["rope_parameters"][PARTIAL] = json!(spec.rotary_dim() as f64 / spec.head_dim as f64);

@@ -61,7 +61,7 @@ pub(super) fn with_windows(
     spec: ModelSpec,
     default: impl Fn(usize) -> bool,
 ) -> Result<ModelSpec, String> {
-    let windows = keys.bool("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
+    let windows = keys.bool("use_sliding_window", false)? && !llama::has_no_window(keys);
     let layers = sliding_layers(keys, spec.num_layers, |layer| windows && default(layer))?;
     match (layers.contains(&true), windows) {
         (false, _) => Ok(spec),
@@ -74,7 +74,7 @@ pub(super) fn with_windows(
 pub(super) fn write(spec: &ModelSpec) -> Value {
     let mut json = llama::write(spec);
     json["use_sliding_window"] = spec.sliding.is_some().into();
-    json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+    json["sliding_window"] = llama::window(spec);
     json["layer_types"] = layer_types(spec);
     json
 }

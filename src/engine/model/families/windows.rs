@@ -11,6 +11,16 @@ pub(super) fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec, layers: Vec
     Ok(ModelSpec { sliding, ..spec })
 }
 
+/// Whether no layer has a window, which `null` stands for; a missing key stands for a window of the default size.
+pub(super) fn has_no_window(keys: &ConfigReader<'_>) -> bool {
+    keys.0.get("sliding_window") == Some(&Value::Null)
+}
+
+/// The value of `sliding_window`.
+pub(super) fn window(spec: &ModelSpec) -> Value {
+    spec.sliding.as_ref().map(|sliding| sliding.window).into()
+}
+
 /// Rejects windows for which GGUF has no key.
 pub(super) fn no_windows(spec: &ModelSpec) -> Result<(), String> {
     let family = spec.family.model_type;

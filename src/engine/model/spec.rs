@@ -485,15 +485,11 @@ impl ModelSpec {
     pub(super) fn adaptable_layers(&self) -> Vec<AdaptableLayer> {
         let mut shared = Vec::new();
         if let Some(experts) = self.experts {
-            let expert = |role, inputs, outputs| ProductSpec {
-                op: ModuleOp::Expert(0, role),
-                inputs,
-                outputs,
-                bias: self.biases.mlp,
-            };
+            let (d, bias) = (self.hidden_size, self.biases.mlp);
+            let expert = |role, inputs, outputs| ProductSpec { op: ModuleOp::Expert(0, role), inputs, outputs, bias };
             shared.push(self.router(experts));
-            shared.push(expert(self.up_role(), self.hidden_size, self.up_width()));
-            shared.push(expert(LinearRole::Down, self.intermediate_size, self.hidden_size));
+            shared.push(expert(self.up_role(), d, self.up_width()));
+            shared.push(expert(LinearRole::Down, self.intermediate_size, d));
         }
         let in_block = |block| {
             let products = self.linears(self.has_short_conv(block)).into_iter().chain(shared.clone());
@@ -577,31 +573,30 @@ impl ModelSpec {
         let d = self.hidden_size;
         let std = self.initializer_range;
         let mut parameters = Vec::new();
-        let mut push = |layer: ModuleId, bias: bool, shape: Vec<usize>, init: ParamInit, fused_into: ModuleId| {
-            let part = match layer.op {
-                _ if bias => "bias",
-                ModuleOp::Attention => "sinks",
+        let mut push = |layer: ModuleId, fused_into, role, shape: Vec<usize>, init| {
+            let part = match (role, layer.op) {
+                (ParamRole::Bias, _) => "bias",
+                (_, ModuleOp::Attention) => "sinks",
                 _ => "weight",
             };
             let name = format!("{}.{part}", self.layer_name(layer));
-            let role = if bias { ParamRole::Bias } else { ParamRole::Weight };
             parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, fused_into });
         };
-        let outer = |op, rows| (ModuleId::global(op), rows);
-        let mut tables = vec![outer(ModuleOp::Embedding, self.vocab_size)];
+        let mut tables = vec![(ModuleOp::Embedding, self.vocab_size)];
         if self.learned_positions {
-            tables.push(outer(ModuleOp::Positions, self.max_position_embeddings));
+            tables.push((ModuleOp::Positions, self.max_position_embeddings));
         }
         if !self.tie_word_embeddings {
-            tables.push(outer(ModuleOp::Head, self.vocab_size));
+            tables.push((ModuleOp::Head, self.vocab_size));
         }
-        for (layer, rows) in tables {
-            push(layer, false, vec![rows, d], ParamInit::Normal(std), layer);
+        for (op, rows) in tables {
+            let layer = ModuleId::global(op);
+            push(layer, layer, ParamRole::Weight, vec![rows, d], ParamInit::Normal(std));
         }
-        let of_norm: &[(bool, ParamInit)] = match self.norm {
-            Norm::Layer => &[(false, ParamInit::Ones), (true, ParamInit::Zeros)],
-            Norm::Rms { unit_offset: false } => &[(false, ParamInit::Ones)],
-            Norm::Rms { unit_offset: true } => &[(false, ParamInit::Zeros)],
+        let of_norm: &[(ParamRole, ParamInit)] = match self.norm {
+            Norm::Layer => &[(ParamRole::Weight, ParamInit::Ones), (ParamRole::Bias, ParamInit::Zeros)],
+            Norm::Rms { unit_offset: false } => &[(ParamRole::Weight, ParamInit::Ones)],
+            Norm::Rms { unit_offset: true } => &[(ParamRole::Weight, ParamInit::Zeros)],
         };
         let in_block = |block| {
             let norms = self.norms(self.has_short_conv(block)).into_iter();
@@ -610,8 +605,8 @@ impl ModelSpec {
         let norms = (0..self.num_layers).flat_map(in_block).chain([(None, NormRole::Final, d)]);
         for (block, role, columns) in norms {
             let layer = ModuleId { block, op: ModuleOp::Norm(role) };
-            for &(bias, init) in of_norm {
-                push(layer, bias, vec![columns], init, layer);
+            for &(role, init) in of_norm {
+                push(layer, layer, role, vec![columns], init);
             }
         }
         // Layers that close a residual branch start narrower (Radford et al., 2019).
@@ -620,27 +615,27 @@ impl ModelSpec {
             let convolution = self.has_short_conv(block);
             if let Some(ShortConvLayers { taps, .. }) = self.short_conv.as_ref().filter(|_| convolution) {
                 let layer = ModuleId::in_block(block, ModuleOp::ShortConv);
-                push(layer, false, vec![d, 1, *taps], ParamInit::Normal(std), layer);
+                push(layer, layer, ParamRole::Weight, vec![d, 1, *taps], ParamInit::Normal(std));
             }
             if self.attention_sinks && !convolution {
                 let layer = ModuleId::in_block(block, ModuleOp::Attention);
-                push(layer, false, vec![self.heads], ParamInit::Normal(std), layer);
+                push(layer, layer, ParamRole::Weight, vec![self.heads], ParamInit::Normal(std));
             }
             for ProductSpec { op, inputs, outputs, bias } in self.products(convolution) {
                 let layer = ModuleId::in_block(block, op);
                 let fused_into = ModuleId::in_block(block, op.fused(self.activation));
-                let closes = |role| matches!(role, LinearRole::Out | LinearRole::ConvOut | LinearRole::Down);
                 let std = match op {
-                    ModuleOp::Linear(role) | ModuleOp::Expert(_, role) if closes(role) => closing,
+                    ModuleOp::Linear(LinearRole::Out | LinearRole::ConvOut | LinearRole::Down)
+                    | ModuleOp::Expert(_, LinearRole::Down) => closing,
                     _ => std,
                 };
                 let shape = match self.layout_of(op) {
                     WeightLayout::InOut => vec![inputs, outputs],
                     WeightLayout::OutIn => vec![outputs, inputs],
                 };
-                push(layer, false, shape, ParamInit::Normal(std), fused_into);
+                push(layer, fused_into, ParamRole::Weight, shape, ParamInit::Normal(std));
                 if bias {
-                    push(layer, true, vec![outputs], ParamInit::Zeros, fused_into);
+                    push(layer, fused_into, ParamRole::Bias, vec![outputs], ParamInit::Zeros);
                 }
             }
         }

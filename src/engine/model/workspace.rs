@@ -108,32 +108,28 @@ impl RopeCaches {
 
     /// The tables of `positions` alone.
     pub(super) fn narrow(&self, positions: Range<usize>) -> Result<Self> {
-        self.map(|table| {
-            let rows = |x: &Tensor| x.narrow(0, positions.start, positions.len());
-            Ok(CosSinCache { cos: rows(&table.cos)?, sin: rows(&table.sin)? })
-        })
+        let rows = |x: &Tensor| x.narrow(0, positions.start, positions.len());
+        let narrow =
+            |table: &CosSinCache| -> Result<_> { Ok(CosSinCache { cos: rows(&table.cos)?, sin: rows(&table.sin)? }) };
+        let [full, sliding, queries] =
+            [&self.full, &self.sliding, &self.queries].map(|table| table.as_ref().map(narrow).transpose());
+        Ok(Self { full: full?, sliding: sliding?, queries: queries? })
     }
 
     /// The rows of all `tables`, one after the other.
     pub(super) fn concat(tables: &[Self]) -> Result<Self> {
-        let join = |found: Vec<&CosSinCache>| -> Result<Option<CosSinCache>> {
-            if found.is_empty() {
+        let join = |table: fn(&Self) -> Option<&CosSinCache>| -> Result<Option<CosSinCache>> {
+            let (cos, sin): (Vec<_>, Vec<_>) = tables.iter().filter_map(table).map(|it| (&it.cos, &it.sin)).unzip();
+            if cos.is_empty() {
                 return Ok(None);
             }
-            let [cos, sin] = [|x: &CosSinCache| x.cos.clone(), |x: &CosSinCache| x.sin.clone()]
-                .map(|of| Tensor::cat(&found.iter().map(|x| of(x)).collect::<Vec<_>>(), 0));
-            Ok(Some(CosSinCache { cos: cos?, sin: sin? }))
+            Ok(Some(CosSinCache { cos: Tensor::cat(&cos, 0)?, sin: Tensor::cat(&sin, 0)? }))
         };
-        let full = tables.iter().filter_map(|tables| tables.full.as_ref());
-        let sliding = tables.iter().filter_map(|tables| tables.sliding.as_ref());
-        let queries = tables.iter().filter_map(|tables| tables.queries.as_ref());
-        Ok(Self { full: join(full.collect())?, sliding: join(sliding.collect())?, queries: join(queries.collect())? })
-    }
-
-    fn map(&self, change: impl Fn(&CosSinCache) -> Result<CosSinCache>) -> Result<Self> {
-        let [full, sliding, queries] =
-            [&self.full, &self.sliding, &self.queries].map(|table| table.as_ref().map(&change).transpose());
-        Ok(Self { full: full?, sliding: sliding?, queries: queries? })
+        Ok(Self {
+            full: join(|tables| tables.full.as_ref())?,
+            sliding: join(|tables| tables.sliding.as_ref())?,
+            queries: join(|tables| tables.queries.as_ref())?,
+        })
     }
 
     /// The tables of a block's queries and of its keys.
@@ -615,9 +611,7 @@ impl Workspace {
         keep: Checkpointing,
         device: &Device,
     ) -> Result<Self> {
-        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::alloc(spec, policy, shape, Purpose::Training(keep), !device.is_cpu(), &zeros, &zeros)?
-            .with_rope_caches(spec, device)
+        Self::new(spec, policy, shape, Purpose::Training(keep), device)
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -627,17 +621,23 @@ impl Workspace {
         shape: (usize, usize),
         device: &Device,
     ) -> Result<Self> {
-        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::alloc(spec, policy, shape, Purpose::Evaluation, !device.is_cpu(), &zeros, &zeros)?
-            .with_rope_caches(spec, device)
+        Self::new(spec, policy, shape, Purpose::Evaluation, device)
     }
 
-    fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {
-        let of_len = |len| RopeCaches::new(spec, 0..self.seq_len, len, device);
-        let rope_caches = of_len(self.seq_len)?;
-        let context = spec.rope.as_ref().and_then(Rope::short_context).filter(|context| *context < self.seq_len);
-        let short = |context| Ok::<_, Error>((context, of_len(context)?));
-        Ok(Self { rope_caches, short_rope_caches: context.map(short).transpose()?, ..self })
+    fn new(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        shape: (usize, usize),
+        purpose: Purpose,
+        device: &Device,
+    ) -> Result<Self> {
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
+        let buffers = Self::alloc(spec, policy, shape, purpose, !device.is_cpu(), &zeros, &zeros)?;
+        let (_, seq_len) = shape;
+        let of_len = |len| RopeCaches::new(spec, 0..seq_len, len, device);
+        let context = spec.rope.as_ref().and_then(Rope::short_context).filter(|context| *context < seq_len);
+        let short_rope_caches = context.map(|context| Ok::<_, Error>((context, of_len(context)?))).transpose()?;
+        Ok(Self { rope_caches: of_len(seq_len)?, short_rope_caches, ..buffers })
     }
 
     /// The identity of a pass over `tokens` to record, with these weights and gradients: a pass of another identity has other buffers

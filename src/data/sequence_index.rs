@@ -157,19 +157,21 @@ impl SequenceIndex {
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
         stats.pairs = (kind == SampleKind::Preference).then(PairStats::default);
         stats.desirable = (kind == SampleKind::UnpairedPreference).then_some(0);
+        let span = |document: &Range<usize>| TokenSpan::of(document, seq_len, kind);
         let mut labels = Vec::new();
+        let mut count_loss_tokens = |TokenSpan { start, len }| {
+            labels.resize(len, 0);
+            tokens.read_labels(start + 1.min(len), &mut labels);
+            let count = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
+            // The first one has to be within `seq_len`, also after a prompt.
+            if count(&labels[..len.min(seq_len)]) > 0 { count(&labels) } else { 0 }
+        };
         let documents: Vec<Range<usize>> = tokens.documents().collect();
         for sample in documents.chunks(each) {
-            let mut cut = 0;
+            let cut: u64 = sample.iter().map(|document| (document.len() - 1 - span(document).len) as u64).sum();
             let mut loss_tokens = [0; 2];
-            for (document, loss_tokens) in sample.iter().zip(&mut loss_tokens) {
-                let TokenSpan { start, len } = TokenSpan::of(document, seq_len, kind);
-                labels.resize(len, 0);
-                tokens.read_labels(start + 1.min(len), &mut labels);
-                let count = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
-                // The first one has to be within `seq_len`, also after a prompt.
-                *loss_tokens = if count(&labels[..len.min(seq_len)]) > 0 { count(&labels) } else { 0 };
-                cut += (document.len() - 1 - len) as u64;
+            for (document, count) in sample.iter().zip(&mut loss_tokens) {
+                *count = count_loss_tokens(span(document));
             }
             stats.samples += 1;
             stats.tokens += sample.iter().map(|document| document.len() as u64).sum::<u64>();
@@ -193,7 +195,7 @@ impl SequenceIndex {
                 *desirable += 1;
             }
             stats.loss_tokens += loss_tokens.iter().sum::<u64>();
-            spans.extend(sample.iter().map(|document| TokenSpan::of(document, seq_len, kind)));
+            spans.extend(sample.iter().map(span));
         }
         if spans.is_empty() {
             let is_long = |sample: &&[Range<usize>]| sample.iter().any(|document| document.len() - 1 > seq_len);

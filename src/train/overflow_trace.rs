@@ -30,31 +30,22 @@ fn first_nonfinite(
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
-    let found = search(engine, micro_batches, report)?;
-    let all = engine.group.all_gather_messages(&found)?;
-    Ok(all.into_iter().flatten().min_by_key(|(found, _)| found.micro_batch))
-}
-
-/// Searches the share of this process.
-fn search(
-    engine: &mut TrainEngine,
-    micro_batches: &[Batch],
-    report: &StepReport,
-) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let (mut passes, _) = engine.passes()?;
     let before = passes.counters.before_skipped();
     let factors = LossFactors::new(report.scale, passes.objective, micro_batches);
-    let share = passes.grads.local_micro_batches(micro_batches.len());
-    for index in share {
+    let mut first = None;
+    for index in passes.grads.local_micro_batches(micro_batches.len()) {
         let batch = &micro_batches[index];
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
         passes.micro_batch(index, batch, before, factors, &mut search, &mut |_, _| Ok(()))?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
-            return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));
+            first = Some((found.first_nonfinite(passes.model.spec(), index), unit));
+            break;
         }
     }
-    Ok(None)
+    let all = passes.group.all_gather_messages(&first)?;
+    Ok(all.into_iter().flatten().min_by_key(|(found, _)| found.micro_batch))
 }
 
 /// Keeps the first tensor that is not finite.

@@ -345,7 +345,7 @@ impl ModelSpec {
 
     /// Columns of the packed queries, keys and values.
     pub fn qkv_width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv_widths().iter().sum()
     }
 
     /// Columns of the input of attention, or of the short convolution, in layer `block`; the maximum for `None`.
@@ -422,8 +422,7 @@ impl ModelSpec {
     /// The linear layers of a block with attention or a short convolution as files have them.
     fn linears(&self, convolution: bool) -> Vec<ProductSpec> {
         let d = self.hidden_size;
-        let queries = self.attn_out_size();
-        let keys = self.kv_heads * self.head_dim;
+        let [queries, keys, values] = self.qkv_widths();
         let Biases { qkv, out, mlp } = self.biases;
         let linear = |role, inputs, outputs, bias| ProductSpec { op: ModuleOp::Linear(role), inputs, outputs, bias };
         let attention_out = linear(LinearRole::Out, queries, d, out);
@@ -435,7 +434,7 @@ impl ModelSpec {
             vec![
                 linear(LinearRole::Query, d, queries, qkv),
                 linear(LinearRole::Key, d, keys, qkv),
-                linear(LinearRole::Value, d, keys, qkv),
+                linear(LinearRole::Value, d, values, qkv),
                 attention_out,
             ]
         };

@@ -47,6 +47,9 @@ pub const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_long.wei
 /// Divisors for rotary frequencies, by the tensor's name.
 pub type RopeFactors = BTreeMap<&'static str, Vec<f32>>;
 
+/// The key of the context before it was extended.
+const ORIGINAL_CONTEXT: &str = "rope.scaling.original_context_length";
+
 /// Low and high frequency factor and original context of the published `llama3` models.
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
 
@@ -70,7 +73,9 @@ impl ModelSpec {
         let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
         for (theirs, ours, _) in format.keys.iter().copied().flatten() {
-            keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
+            if !json[*ours].is_null() {
+                keys.push((*theirs, json[*ours].clone()));
+            }
         }
         let mut rope_factors = RopeFactors::new();
         if let Some(rope) = &self.rope {
@@ -100,6 +105,7 @@ impl ModelSpec {
     fn write_rope(&self, rope: &Rope, keys: &mut Vec<(&'static str, Value)>) -> Result<RopeFactors, String> {
         let kind = rope.to_json();
         let name = kind["rope_type"].as_str().unwrap_or_default().to_owned();
+        let original = kind["original_max_position_embeddings"].clone();
         let refuse = |why: &str| Err(format!("llama.cpp has no rotary embeddings of the type `{name}`{why}"));
         let has_factors = matches!(rope.kind, RopeType::Llama3 { .. } | RopeType::LongRope { .. });
         if has_factors && self.family.gguf.frequency_factors != Some(name.as_str()) {
@@ -108,24 +114,16 @@ impl ModelSpec {
         match &rope.kind {
             RopeType::Default => {}
             RopeType::Linear { factor } => {
-                keys.push(("rope.scaling.type", name.into()));
-                keys.push(("rope.scaling.factor", json!(factor)));
+                keys.extend([("rope.scaling.type", name.into()), ("rope.scaling.factor", json!(factor))]);
             }
-            RopeType::Llama3 { original_max_position_embeddings, .. } => {
-                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
-                let plain = Rope::plain(rope.theta).frequencies(self.head_dim, self.max_position_embeddings);
-                let scaled = rope.frequencies(self.head_dim, self.max_position_embeddings);
-                let factors = plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect();
+            RopeType::Llama3 { .. } => {
+                keys.push((ORIGINAL_CONTEXT, original));
+                let frequencies = |rope: &Rope| rope.frequencies(self.head_dim, self.max_position_embeddings);
+                let pairs = frequencies(&Rope::plain(rope.theta)).into_iter().zip(frequencies(rope));
+                let factors = pairs.map(|(plain, scaled)| plain / scaled).collect();
                 return Ok(RopeFactors::from([(ROPE_FACTORS[0], factors)]));
             }
-            RopeType::Yarn {
-                factor,
-                attention_factor,
-                beta_fast,
-                beta_slow,
-                original_max_position_embeddings,
-                truncate,
-            } => {
+            RopeType::Yarn { factor, attention_factor, beta_fast, beta_slow, truncate, .. } => {
                 if *truncate != self.family.gguf.yarn_truncates {
                     return refuse(&format!(" with `truncate` = {truncate} for this family"));
                 }
@@ -138,15 +136,17 @@ impl ModelSpec {
                     let multiplier = (usual / attention_factor - 1.0) / (usual - 1.0);
                     keys.push(("rope.scaling.yarn_log_multiplier", json!(multiplier)));
                 }
-                keys.push(("rope.scaling.type", name.into()));
-                keys.push(("rope.scaling.factor", json!(factor)));
-                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
-                keys.push(("rope.scaling.yarn_beta_fast", json!(beta_fast)));
-                keys.push(("rope.scaling.yarn_beta_slow", json!(beta_slow)));
+                keys.extend([
+                    ("rope.scaling.type", name.into()),
+                    ("rope.scaling.factor", json!(factor)),
+                    (ORIGINAL_CONTEXT, original),
+                    ("rope.scaling.yarn_beta_fast", json!(beta_fast)),
+                    ("rope.scaling.yarn_beta_slow", json!(beta_slow)),
+                ]);
             }
             RopeType::Dynamic { .. } => return refuse(""),
-            RopeType::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings } => {
-                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
+            RopeType::LongRope { short_factor, long_factor, attention_factor, .. } => {
+                keys.push((ORIGINAL_CONTEXT, original));
                 keys.push(("rope.scaling.attn_factor", json!(attention_factor)));
                 let factors = [long_factor, short_factor].map(|factors| factors.iter().map(|factor| *factor as f32));
                 return Ok(ROPE_FACTORS[1..].iter().copied().zip(factors.map(Iterator::collect)).collect());
@@ -423,7 +423,7 @@ fn from_factors(
     json: &Map<String, Value>,
     keys: &mut Map<String, Value>,
 ) -> Result<Value, String> {
-    let original = keys.remove("rope.scaling.original_context_length");
+    let original = keys.remove(ORIGINAL_CONTEXT);
     match ROPE_FACTORS.map(|name| factors.get(name)) {
         [Some(factors), None, None] => llama3(factors, json, original.as_ref()),
         [None, Some(long), Some(short)] => Ok(json!({
@@ -476,12 +476,8 @@ fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) 
 
 /// Rejects unknown keys, which may change the computation. Values of 0 and `false` leave a feature off.
 fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
-    const HARMLESS: [&str; 4] = [
-        "attention.value_length",
-        "rope.dimension_count",
-        "tensor_data_layout",
-        "rope.scaling.original_context_length",
-    ];
+    const HARMLESS: [&str; 4] =
+        ["attention.value_length", "rope.dimension_count", "tensor_data_layout", ORIGINAL_CONTEXT];
     let off = |value: &Value| value == &Value::Bool(false) || value.as_f64() == Some(0.0);
     let on = |key: &str, value: &Value| match key {
         "attention.causal" => value == &Value::Bool(true),

@@ -5,7 +5,7 @@
 //! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in a fixed
 //! tree. Keys that no query of a block attends to are skipped.
 
-use self::product::{by_columns, by_rows, in_panels, in_rows, multiply, transpose};
+use self::product::{add_to, by_columns, by_rows, in_panels, in_rows, multiply, overwrite, transpose};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::dropout::Dropout;
 use crate::isa;
@@ -240,7 +240,7 @@ fn forward_head(
                 let keys = first + QUERIES - lowest;
                 let queries = by_rows(&q[first * size..], size);
                 let kt = in_panels(&kt[lowest * size..], size);
-                multiply([QUERIES, size, keys], queries, kt, (p, row), false);
+                multiply([QUERIES, size, keys], queries, kt, overwrite(p, row));
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
                     let start = sequence.first_key(i) - lowest;
                     let seen = start..i + 1 - lowest;
@@ -252,7 +252,7 @@ fn forward_head(
                     }
                 }
                 let values = in_rows(&v[lowest * size..], size);
-                multiply([QUERIES, keys, size], by_rows(p, row), values, (rows, size), false);
+                multiply([QUERIES, keys, size], by_rows(p, row), values, overwrite(rows, size));
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
                     divide(row, totals[i - first]);
@@ -460,8 +460,8 @@ fn backward_head(
                     *delta = dot(dout, out);
                 }
                 let [kt, vt] = [kt, vt].map(|panels| in_panels(&panels[lowest * size..], size));
-                multiply([QUERIES, size, keys], by_rows(query, size), kt, (p, row), false);
-                multiply([QUERIES, size, keys], by_rows(dout, size), vt, (dp, row), false);
+                multiply([QUERIES, size, keys], by_rows(query, size), kt, overwrite(p, row));
+                multiply([QUERIES, size, keys], by_rows(dout, size), vt, overwrite(dp, row));
                 for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
                     let i = first + r;
                     let seen = if i < seq_len { sequence.first_key(i) - lowest..i + 1 - lowest } else { 0..0 };
@@ -481,9 +481,9 @@ fn backward_head(
                 let dk = &mut dk[below..];
                 let dv = &mut dv[below..];
                 let dq = &mut dq[block];
-                multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), (dv, size), true);
-                multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), (dk, size), true);
-                multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);
+                multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), add_to(dv, size));
+                multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), add_to(dk, size));
+                multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), overwrite(dq, size));
                 scale(dq, shape.scale);
             }
             // SAFETY: this task alone writes this head's part.

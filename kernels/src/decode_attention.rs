@@ -3,7 +3,7 @@
 //! Computes with the products and the softmax of [`attention`](super::attention) in their order, so a row has the bits of the
 //! training pass for any number of new tokens.
 
-use crate::attention::product::{by_rows, in_panels, in_rows, multiply, transpose};
+use crate::attention::product::{by_rows, in_panels, in_rows, multiply, overwrite, transpose};
 use crate::attention::{AttentionShape, PAD, QUERIES, divide, exponentials, upcast, with_matrices};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::isa;
@@ -161,7 +161,7 @@ impl HeadGroup<'_> {
                     let count = indices.len();
                     let keys = (to - from).next_multiple_of(PAD);
                     let below = (from - lowest) * size;
-                    multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
+                    multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), overwrite(p, row));
                     let mut totals = [0.0; QUERIES];
                     for ((index, total), p) in indices.clone().zip(&mut totals).zip(p.chunks_exact_mut(row)) {
                         let (head, token) = place(index);
@@ -169,7 +169,7 @@ impl HeadGroup<'_> {
                         let seen = shape.first_in_window(position) - from..position + 1 - from;
                         (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap, sinks.map(|sinks| sinks[head]));
                     }
-                    multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
+                    multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), overwrite(x, size));
                     for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {
                         let (head, token) = place(index);
                         divide(&mut x[..head_size], total);

@@ -42,6 +42,21 @@ pub(crate) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
     Right { data, row_stride: PANEL, panel_stride: inner * PANEL }
 }
 
+/// A result whose rows are `row_stride` elements apart.
+pub(crate) struct Output<'a> {
+    data: &'a mut [f32],
+    row_stride: usize,
+    accumulate: bool,
+}
+
+pub(crate) fn overwrite(data: &mut [f32], width: usize) -> Output<'_> {
+    Output { data, row_stride: width, accumulate: false }
+}
+
+pub(super) fn add_to(data: &mut [f32], width: usize) -> Output<'_> {
+    Output { data, row_stride: width, accumulate: true }
+}
+
 /// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
 /// power of two, the elements of a column would evict each other from the cache.
 #[inline(always)]
@@ -53,15 +68,10 @@ pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `c` are `ldc` elements apart, and `columns` of them are used; `inner`
-/// and `columns` are multiples of 16. A row's bits do not depend on the number of rows.
-pub(crate) fn multiply(
-    [rows, inner, columns]: [usize; 3],
-    a: Matrix<'_>,
-    b: Right<'_>,
-    (c, ldc): (&mut [f32], usize),
-    accumulate: bool,
-) {
+/// `c (+)= a · b` for `a` of `rows` × `inner` and `c` of `rows` × `columns`; `inner` and `columns` are multiples of 16. A row's
+/// bits do not depend on the number of rows.
+pub(crate) fn multiply(sizes: [usize; 3], a: Matrix<'_>, b: Right<'_>, c: Output<'_>) {
+    let [rows, inner, columns] = sizes;
     assert!(
         rows > 0 && [inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
         "sizes are padded"
@@ -69,32 +79,25 @@ pub(crate) fn multiply(
     assert!(a.data.len() > (rows - 1) * a.row_stride + (inner - 1) * a.column_stride, "the left matrix is too short");
     let last_panel = (columns / PANEL - 1) * b.panel_stride;
     assert!(b.data.len() >= last_panel + (inner - 1) * b.row_stride + PANEL, "the right matrix is too short");
-    assert!(c.len() >= (rows - 1) * ldc + columns, "the result is too short");
+    assert!(c.data.len() >= (rows - 1) * c.row_stride + columns, "the result is too short");
     match Isa::current() {
         // SAFETY: the CPU has the instructions, and the sizes were checked.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe {
-            avx512::multiply([rows, inner, columns], a, b, (c, ldc), accumulate);
-        },
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { avx512::multiply(sizes, a, b, c) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::multiply([rows, inner, columns], a, b, (c, ldc), accumulate) },
+        Isa::Avx2 => unsafe { avx2::multiply(sizes, a, b, c) },
         // SAFETY: as above.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon | Isa::NeonBf16 => unsafe { neon::multiply([rows, inner, columns], a, b, (c, ldc), accumulate) },
-        Isa::Portable => portable([rows, inner, columns], a, b, (c, ldc), accumulate),
+        Isa::Neon | Isa::NeonBf16 => unsafe { neon::multiply(sizes, a, b, c) },
+        Isa::Portable => portable(sizes, a, b, c),
     }
 }
 
 /// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorise as its target allows.
-fn portable(
-    [rows, inner, columns]: [usize; 3],
-    a: Matrix<'_>,
-    b: Right<'_>,
-    (c, ldc): (&mut [f32], usize),
-    accumulate: bool,
-) {
-    for (row, c) in c.chunks_mut(ldc).take(rows).enumerate() {
+fn portable([rows, inner, columns]: [usize; 3], a: Matrix<'_>, b: Right<'_>, c: Output<'_>) {
+    let Output { data, row_stride, accumulate } = c;
+    for (row, c) in data.chunks_mut(row_stride).take(rows).enumerate() {
         for (panel, c) in c[..columns].as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             let mut sums = if accumulate { *c } else { [0.0; PANEL] };
             for k in (0..inner).step_by(4) {
@@ -117,7 +120,7 @@ macro_rules! tiles {
     ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
      [$set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
         mod $name {
-            use super::{Matrix, PANEL, Right};
+            use super::{Matrix, Output, PANEL, Right};
             use std::arch::$arch::{$load, $set, $store};
 
             /// Vectors in a panel.
@@ -130,27 +133,23 @@ macro_rules! tiles {
                 [rows, inner, columns]: [usize; 3],
                 a: Matrix<'_>,
                 b: Right<'_>,
-                (c, ldc): (&mut [f32], usize),
-                accumulate: bool,
+                mut c: Output<'_>,
             ) {
                 let whole = rows / $rows * $rows;
                 let strips = (0..whole).step_by($rows).map(|row| (row, true));
                 for (row, is_whole) in strips.chain((whole..rows).map(|row| (row, false))) {
-                    let a = (a.data.as_ptr().wrapping_add(row * a.row_stride), a.row_stride, a.column_stride);
                     let mut column = 0;
                     while column < columns {
-                        let first = b.data.as_ptr().wrapping_add(column / PANEL * b.panel_stride);
-                        let b = (first, b.row_stride, b.panel_stride);
-                        let c = (c.as_mut_ptr().wrapping_add(row * ldc + column), ldc);
+                        let first = [row, column];
                         let wide = column + $vectors * $lanes <= columns;
                         // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in
                         // the rest.
                         unsafe {
                             match (is_whole, wide) {
-                                (true, true) => tile::<$rows, $vectors>(inner, a, b, c, accumulate),
-                                (true, false) => tile::<$rows, EACH>(inner, a, b, c, accumulate),
-                                (false, true) => tile::<1, $vectors>(inner, a, b, c, accumulate),
-                                (false, false) => tile::<1, EACH>(inner, a, b, c, accumulate),
+                                (true, true) => tile::<$rows, $vectors>(first, inner, a, b, &mut c),
+                                (true, false) => tile::<$rows, EACH>(first, inner, a, b, &mut c),
+                                (false, true) => tile::<1, $vectors>(first, inner, a, b, &mut c),
+                                (false, false) => tile::<1, EACH>(first, inner, a, b, &mut c),
                             }
                         }
                         column += if wide { $vectors * $lanes } else { PANEL };
@@ -158,24 +157,30 @@ macro_rules! tiles {
                 }
             }
 
+            /// Computes the tile of `c` whose first element is at this row and column.
+            ///
             /// # Safety
             /// As [`multiply`], for `ROWS` rows and `VECTORS` vectors of columns.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn tile<const ROWS: usize, const VECTORS: usize>(
+                [row, column]: [usize; 2],
                 inner: usize,
-                (a, row_stride, column_stride): (*const f32, usize, usize),
-                (b, ldb, panel_stride): (*const f32, usize, usize),
-                (c, ldc): (*mut f32, usize),
-                accumulate: bool,
+                a: Matrix<'_>,
+                b: Right<'_>,
+                c: &mut Output<'_>,
             ) {
+                let (row_stride, accumulate) = (c.row_stride, c.accumulate);
                 let mut sums = [[$set(0.0); VECTORS]; ROWS];
                 // SAFETY: the caller promised that all of these are elements of the matrices.
                 unsafe {
+                    let left = a.data.as_ptr().add(row * a.row_stride);
+                    let right = b.data.as_ptr().add(column / PANEL * b.panel_stride);
+                    let to = c.data.as_mut_ptr().add(row * row_stride + column);
                     if accumulate {
                         for row in 0..ROWS {
                             for vector in 0..VECTORS {
-                                sums[row][vector] = $load(c.add(row * ldc + vector * $lanes));
+                                sums[row][vector] = $load(to.add(row * row_stride + vector * $lanes));
                             }
                         }
                     }
@@ -183,11 +188,11 @@ macro_rules! tiles {
                         let mut columns = [$set(0.0); VECTORS];
                         for vector in 0..VECTORS {
                             let column = vector * $lanes;
-                            let place = column / PANEL * panel_stride + column % PANEL;
-                            columns[vector] = $load(b.add(k * ldb + place));
+                            let place = column / PANEL * b.panel_stride + column % PANEL;
+                            columns[vector] = $load(right.add(k * b.row_stride + place));
                         }
                         for row in 0..ROWS {
-                            let factor = $set(*a.add(row * row_stride + k * column_stride));
+                            let factor = $set(*left.add(row * a.row_stride + k * a.column_stride));
                             for vector in 0..VECTORS {
                                 sums[row][vector] = $multiply_add(factor, columns[vector], sums[row][vector]);
                             }
@@ -195,7 +200,7 @@ macro_rules! tiles {
                     }
                     for row in 0..ROWS {
                         for vector in 0..VECTORS {
-                            $store(c.add(row * ldc + vector * $lanes), sums[row][vector]);
+                            $store(to.add(row * row_stride + vector * $lanes), sums[row][vector]);
                         }
                     }
                 }
@@ -256,7 +261,8 @@ mod tests {
                 } else {
                     in_rows(&b, ldb)
                 };
-                multiply([rows, inner, columns], a, right, (&mut c, ldc), accumulate);
+                let to = if accumulate { add_to(&mut c, ldc) } else { overwrite(&mut c, ldc) };
+                multiply([rows, inner, columns], a, right, to);
                 for (at, found) in c.iter().enumerate() {
                     let (row, column) = (at / ldc, at % ldc);
                     let old = f64::from(before[at]);

@@ -153,10 +153,18 @@ impl<'a> Sequence<'a> {
         self.documents.map_or(0, |starts| starts[i] as usize).max(self.shape.first_in_window(i))
     }
 
-    /// The first key needed by queries starting at `first`, rounded down to the padding.
+    /// The blocks of queries, in order.
+    fn blocks(self) -> impl Iterator<Item = Block> {
+        (0..self.shape.seq_len).step_by(QUERIES).map(move |first| {
+            let lowest = self.first_key(first) / PAD * PAD;
+            Block { first, lowest, keys: first + QUERIES - lowest }
+        })
+    }
+
+    /// The keys that row `i` attends to, counted from key `lowest`.
     #[inline(always)]
-    fn first_block_key(self, first: usize) -> usize {
-        self.first_key(first) / PAD * PAD
+    fn seen(self, i: usize, lowest: usize) -> Range<usize> {
+        self.first_key(i) - lowest..i + 1 - lowest
     }
 
     /// Upcasts `head`'s part of the rows into `out [T, head_size]`, times `factor`.
@@ -184,10 +192,29 @@ impl<'a> Sequence<'a> {
         }
     }
 
-    /// Index of the first element of row `i` of `head`'s attention matrix, for the dropout mask.
-    fn mask_row(self, head: usize, i: usize) -> usize {
-        ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len
+    /// Index of the first key that row `i` of `head` attends to in all attention matrices, for the dropout mask.
+    fn mask_start(self, head: usize, i: usize) -> usize {
+        ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len + self.first_key(i)
     }
+}
+
+/// [`QUERIES`] neighbouring queries, and the keys that they attend to.
+#[derive(Clone, Copy)]
+struct Block {
+    /// The first query.
+    first: usize,
+    /// The first key of any of them, rounded down to the padding.
+    lowest: usize,
+    /// The number of keys from there.
+    keys: usize,
+}
+
+/// The opened operands of the forward pass.
+struct Inputs<'a> {
+    qkv: [ColumnReader<'a>; 3],
+    dropout: Option<Dropout>,
+    /// One for each head.
+    sinks: Option<Vec<f32>>,
 }
 
 /// Computes [`op::Attention`].
@@ -195,35 +222,29 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
     let &op::Attention { shape, operands, out, lse } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
-    let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
-    let AttentionInputs { documents, dropout, .. } = operands;
-    let sinks = operands.sinks.map(upcast).transpose()?;
+    let inputs = Inputs {
+        qkv: [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)],
+        dropout: operands.dropout,
+        sinks: operands.sinks.map(upcast).transpose()?,
+    };
     write_columns([ColumnSlice::all(out)?], |[out]| {
         write_f32(lse, |lse| {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
-                let sink = sinks.as_ref().map(|sinks| sinks[head]);
-                isa::vectorize!({
-                    forward_head(Sequence::new(shape, b, documents), head, sink, sources, dropout, out, lse);
-                });
+                let sequence = Sequence::new(shape, b, operands.documents);
+                isa::vectorize!(forward_head(sequence, head, &inputs, out, lse));
             });
         })
     })?
 }
 
 #[inline(always)]
-fn forward_head(
-    sequence: Sequence<'_>,
-    head: usize,
-    sink: Option<f32>,
-    [queries, keys, values]: [ColumnReader<'_>; 3],
-    dropout: Option<Dropout>,
-    out: ColumnWriter<'_>,
-    lse: &mut [f32],
-) {
+fn forward_head(sequence: Sequence<'_>, head: usize, inputs: &Inputs<'_>, out: ColumnWriter<'_>, lse: &mut [f32]) {
     let Sequence { shape, b, row, size, .. } = sequence;
-    let AttentionShape { seq_len, head_size, .. } = shape;
+    let AttentionShape { seq_len, head_size, softcap, .. } = shape;
+    let [queries, keys, values] = inputs.qkv;
     let kv_head = head / (shape.heads / shape.kv_heads);
+    let sink = inputs.sinks.as_ref().map(|sinks| sinks[head]);
     let n = sequence.elements();
     with_matrices(
         [n, n, n, QUERIES * row, QUERIES * size],
@@ -234,25 +255,20 @@ fn forward_head(
             sequence.load(queries, head, shape.scale, q);
             sequence.load(values, kv_head, 1.0, v);
             let mut totals = [0.0; QUERIES];
-            for first in (0..seq_len).step_by(QUERIES) {
-                // Keys of the block are counted from the first that one of its queries attends to.
-                let lowest = sequence.first_block_key(first);
-                let keys = first + QUERIES - lowest;
-                let queries = by_rows(&q[first * size..], size);
-                let kt = in_panels(&kt[lowest * size..], size);
-                multiply([QUERIES, size, keys], queries, kt, overwrite(p, row));
+            for Block { first, lowest, keys } in sequence.blocks() {
+                let (q, kt) = (by_rows(&q[first * size..], size), in_panels(&kt[lowest * size..], size));
+                multiply([QUERIES, size, keys], q, kt, overwrite(p, row));
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
-                    let start = sequence.first_key(i) - lowest;
-                    let seen = start..i + 1 - lowest;
-                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), shape.softcap, sink);
+                    let seen = sequence.seen(i, lowest);
+                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), softcap, sink);
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
-                    if let Some(dropout) = dropout {
-                        dropout.apply(sequence.mask_row(head, i) + lowest + start, &mut p[seen]);
+                    if let Some(dropout) = inputs.dropout {
+                        dropout.apply(sequence.mask_start(head, i), &mut p[seen]);
                     }
                 }
-                let values = in_rows(&v[lowest * size..], size);
-                multiply([QUERIES, keys, size], by_rows(p, row), values, overwrite(rows, size));
+                let (p, v) = (by_rows(p, row), in_rows(&v[lowest * size..], size));
+                multiply([QUERIES, keys, size], p, v, overwrite(rows, size));
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
                     divide(row, totals[i - first]);
@@ -309,14 +325,15 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     let &op::AttentionBackward { shape, operands, dout, out, lse, gradients, dsinks } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
+    let qkv = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
+    let sinks = operands.sinks.map(upcast).transpose()?;
     let saved = SavedTensors {
-        qkv: [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)],
+        inputs: Inputs { qkv, dropout: operands.dropout, sinks },
         dout: ColumnSlice::all(dout)?.source(&opened.3),
         out: ColumnSlice::all(out)?.source(&opened.4),
         lse: opened.5.typed::<f32>()?,
-        dropout: operands.dropout,
     };
-    if let (Some(sinks), Some(dsinks)) = (operands.sinks, dsinks) {
+    if let (Some(sinks), Some(dsinks)) = (&saved.inputs.sinks, dsinks) {
         sink_gradients(&shape, &saved, sinks, dsinks)?;
     }
     write_columns(gradients, |gradients| {
@@ -330,9 +347,8 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
 
 /// Writes the gradients of the sinks. Each row's is minus its sink's probability times the scalar product of the output and its
 /// gradient.
-fn sink_gradients(shape: &AttentionShape, saved: &SavedTensors<'_>, sinks: &Tensor, out: &Tensor) -> Result<()> {
+fn sink_gradients(shape: &AttentionShape, saved: &SavedTensors<'_>, sinks: &[f32], out: &Tensor) -> Result<()> {
     let AttentionShape { batch, seq_len, heads, head_size, .. } = *shape;
-    let sinks = upcast(sinks)?;
     let gradient = |head: usize| {
         let mut sum = 0.0;
         with_scratch(
@@ -356,11 +372,10 @@ fn sink_gradients(shape: &AttentionShape, saved: &SavedTensors<'_>, sinks: &Tens
 
 /// The inputs of the backward pass.
 struct SavedTensors<'a> {
-    qkv: [ColumnReader<'a>; 3],
+    inputs: Inputs<'a>,
     dout: ColumnReader<'a>,
     out: ColumnReader<'a>,
     lse: &'a [f32],
-    dropout: Option<Dropout>,
 }
 
 /// The data shared by the heads of a group: keys by rows, and keys and values in panels.
@@ -381,7 +396,7 @@ fn backward_group(
 ) {
     let n = sequence.elements();
     let group = sequence.shape.heads / sequence.shape.kv_heads;
-    let [_, keys, values] = saved.qkv;
+    let [_, keys, values] = saved.inputs.qkv;
     with_matrices(
         [n; 5],
         #[inline(always)]
@@ -438,52 +453,47 @@ fn backward_head(
     let Sequence { shape, b, row, size, .. } = sequence;
     let seq_len = shape.seq_len;
     let n = sequence.elements();
+    let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
     with_matrices(
         [n, n, n, QUERIES * row, QUERIES * row],
         #[inline(always)]
         |[q, dout, dq, p, dp]| {
             dk.fill(0.0);
             dv.fill(0.0);
-            let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
-            sequence.load(saved.qkv[0], head, shape.scale, q);
+            sequence.load(saved.inputs.qkv[0], head, shape.scale, q);
             sequence.load(saved.dout, head, 1.0, dout);
             // dq holds the forward pass's output until its block is processed.
             sequence.load(saved.out, head, 1.0, dq);
-            for first in (0..seq_len).step_by(QUERIES) {
-                let lowest = sequence.first_block_key(first);
-                let keys = first + QUERIES - lowest;
+            for Block { first, lowest, keys } in sequence.blocks() {
                 let block = first * size..(first + QUERIES) * size;
-                let (query, dout) = (&q[block.clone()], &dout[block.clone()]);
-                let mut deltas = [0.0; QUERIES];
-                let rows = dout.chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
-                for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
-                    *delta = dot(dout, out);
-                }
-                let [kt, vt] = [kt, vt].map(|panels| in_panels(&panels[lowest * size..], size));
-                multiply([QUERIES, size, keys], by_rows(query, size), kt, overwrite(p, row));
-                multiply([QUERIES, size, keys], by_rows(dout, size), vt, overwrite(dp, row));
-                for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
-                    let i = first + r;
-                    let seen = if i < seq_len { sequence.first_key(i) - lowest..i + 1 - lowest } else { 0..0 };
-                    let mask = sequence.mask_row(head, i) + lowest + seen.start;
-                    let p = zero_outside(&mut p[..keys], seen.clone());
-                    let dp = zero_outside(&mut dp[..keys], seen);
-                    if let Some(dropout) = saved.dropout {
-                        dropout.apply(mask, dp);
-                    }
-                    let log = lse.get(i).copied().unwrap_or(0.0);
-                    score_gradients(p, dp, log, deltas[r], shape.softcap);
-                    if let Some(dropout) = saved.dropout {
-                        dropout.apply(mask, p);
-                    }
-                }
+                let (q, dout, dq) = (&q[block.clone()], &dout[block.clone()], &mut dq[block]);
                 let below = lowest * size;
-                let dk = &mut dk[below..];
-                let dv = &mut dv[below..];
-                let dq = &mut dq[block];
+                let (kt, vt) = (in_panels(&kt[below..], size), in_panels(&vt[below..], size));
+                multiply([QUERIES, size, keys], by_rows(q, size), kt, overwrite(p, row));
+                multiply([QUERIES, size, keys], by_rows(dout, size), vt, overwrite(dp, row));
+                let scores = p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row));
+                let outputs = dout.chunks_exact(size).zip(dq.chunks_exact(size));
+                for (i, ((p, dp), (dout, out))) in (first..).zip(scores.zip(outputs)) {
+                    let (p, dp) = (&mut p[..keys], &mut dp[..keys]);
+                    if i >= seq_len {
+                        p.fill(0.0);
+                        dp.fill(0.0);
+                        continue;
+                    }
+                    let seen = sequence.seen(i, lowest);
+                    let (p, dp) = (zero_outside(p, seen.clone()), zero_outside(dp, seen));
+                    if let Some(dropout) = saved.inputs.dropout {
+                        dropout.apply(sequence.mask_start(head, i), dp);
+                    }
+                    score_gradients(p, dp, lse[i], dot(dout, out), shape.softcap);
+                    if let Some(dropout) = saved.inputs.dropout {
+                        dropout.apply(sequence.mask_start(head, i), p);
+                    }
+                }
+                let (k, dk, dv) = (in_rows(&k[below..], size), &mut dk[below..], &mut dv[below..]);
                 multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), add_to(dv, size));
-                multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), add_to(dk, size));
-                multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), overwrite(dq, size));
+                multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(q, size), add_to(dk, size));
+                multiply([QUERIES, keys, size], by_rows(dp, row), k, overwrite(dq, size));
                 scale(dq, shape.scale);
             }
             // SAFETY: this task alone writes this head's part.

@@ -366,28 +366,27 @@ fn transpose_vectors<T: Element, const WIDTH: usize>(
 /// The lines must have these units, and the target room for them.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-#[expect(clippy::needless_range_loop, reason = "as in `micro::avx512`")]
 unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
     source: *const T,
     line_stride: usize,
     units: usize,
     target: *mut u32,
 ) {
+    use candle_core::DType;
     use std::arch::x86_64::{
         _mm_loadu_si128, _mm_storel_epi64, _mm_storeu_ps, _mm256_castps_si256, _mm256_castps256_ps128,
         _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_extracti128_si256, _mm256_loadu_ps,
-        _mm256_permute2f128_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps,
-        _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+        _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
     };
     for start in (0..units).step_by(8) {
-        let mut rows = [_mm256_setzero_ps(); 8];
-        for line in 0..transposed_lines(WIDTH) {
+        let mut lines = [_mm256_setzero_ps(); 8];
+        for (index, line) in lines.iter_mut().enumerate().take(transposed_lines(WIDTH)) {
             // SAFETY: the caller promised these units; a unit of a pair is two elements.
-            rows[line] = unsafe {
-                let from = source.add(line * line_stride + if PAIRS { 2 * start } else { start });
+            *line = unsafe {
+                let from = source.add(index * line_stride + if PAIRS { 2 * start } else { start });
                 match T::DTYPE {
-                    candle_core::DType::F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
-                    candle_core::DType::BF16 if !PAIRS => {
+                    DType::F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+                    DType::BF16 if !PAIRS => {
                         let narrow = _mm_loadu_si128(from.cast());
                         _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
                     }
@@ -395,35 +394,45 @@ unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
                 }
             };
         }
-        // Interleave pairs of lines, then pairs of pairs; the halves of 128 bits change places last.
-        let mut pairs = [_mm256_setzero_ps(); 8];
-        for i in 0..4 {
-            pairs[i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
-            pairs[4 + i] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
-        }
-        for half in 0..2 {
-            let [a, b, c, d] = [0, 1, 2, 3].map(|i| pairs[4 * half + i]);
-            let low = [_mm256_shuffle_ps::<0b01_00_01_00>(a, b), _mm256_shuffle_ps::<0b01_00_01_00>(c, d)];
-            let high = [_mm256_shuffle_ps::<0b11_10_11_10>(a, b), _mm256_shuffle_ps::<0b11_10_11_10>(c, d)];
-            for (side, [a, b]) in [low, high].into_iter().enumerate() {
-                let unit = start + 2 * half + side;
-                let columns = [_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)];
-                for (column, unit) in columns.into_iter().zip([unit, unit + 4]) {
-                    // SAFETY: the caller made room for these lines of every unit below `units`.
-                    unsafe {
-                        let target = target.add(unit * WIDTH);
-                        if WIDTH < 8 {
-                            _mm_storeu_ps(target.cast(), _mm256_castps256_ps128(column));
-                            let last = _mm256_extracti128_si256::<1>(_mm256_castps_si256(column));
-                            _mm_storel_epi64(target.add(4).cast(), last);
-                        } else {
-                            _mm256_storeu_ps(target.cast(), column);
-                        }
-                    }
+        for (unit, column) in (start..).zip(transpose_8x8(lines)) {
+            // SAFETY: the caller made room for these lines of every unit below `units`.
+            unsafe {
+                let target = target.add(unit * WIDTH);
+                if WIDTH < 8 {
+                    _mm_storeu_ps(target.cast(), _mm256_castps256_ps128(column));
+                    let last = _mm256_extracti128_si256::<1>(_mm256_castps_si256(column));
+                    _mm_storel_epi64(target.add(4).cast(), last);
+                } else {
+                    _mm256_storeu_ps(target.cast(), column);
                 }
             }
         }
     }
+}
+
+/// Interleaves pairs of rows, then pairs of pairs; the halves of 128 bits change places last.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2")]
+fn transpose_8x8(rows: [std::arch::x86_64::__m256; 8]) -> [std::arch::x86_64::__m256; 8] {
+    use std::arch::x86_64::{
+        _mm256_permute2f128_ps as halves, _mm256_shuffle_ps as shuffle, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    };
+    let mut columns = rows;
+    for half in 0..2 {
+        let pair = |i: usize| match half {
+            0 => _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+            _ => _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]),
+        };
+        let [a, b, c, d] = [pair(0), pair(1), pair(2), pair(3)];
+        let even = [shuffle::<0b01_00_01_00>(a, b), shuffle::<0b01_00_01_00>(c, d)];
+        let odd = [shuffle::<0b11_10_11_10>(a, b), shuffle::<0b11_10_11_10>(c, d)];
+        for (column, [a, b]) in [(2 * half, even), (2 * half + 1, odd)] {
+            columns[column] = halves::<0x20>(a, b);
+            columns[column + 4] = halves::<0x31>(a, b);
+        }
+    }
+    columns
 }
 
 #[inline(always)]

@@ -206,6 +206,11 @@ impl TrainSetup<'_> {
 }
 
 impl BatchPlan {
+    /// The engine's memory, or else the textbook's.
+    fn shown(&self) -> &[MemoryItem] {
+        self.engine.as_deref().unwrap_or(&self.textbook)
+    }
+
     fn new(recipe: Recipe, spec: &ModelSpec, setup: TrainSetup<'_>, adapters: u64) -> Result<Self> {
         let TrainSetup { shape: [batch, seq_len, grad_accum], budget, .. } = setup;
         let engine = |batch| recipe.engine(spec, TrainSetup { shape: [batch, seq_len, grad_accum], ..setup });
@@ -299,25 +304,28 @@ impl MemoryPlan {
         })
     }
 
+    fn fits(&self, bytes: u64) -> bool {
+        self.budget.is_none_or(|budget| bytes <= budget)
+    }
+
+    fn role(&self, bytes: u64) -> Role {
+        if self.fits(bytes) { Role::Good } else { Role::Bad }
+    }
+
     /// Each recipe's totals and its bar: this program's if it supports the recipe, else the textbook's.
     fn bars(&self, page: &mut Page, width: usize) {
         const TOTALS: usize = 29;
-        let items = |plan: &BatchPlan| plan.engine.clone().unwrap_or_else(|| plan.textbook.clone());
-        let scale = self.plans.iter().map(|plan| total(&items(plan))).max().unwrap_or(1).max(1);
+        let scale = self.plans.iter().map(|plan| total(plan.shown())).max().unwrap_or(1).max(1);
         let budget = self.budget.map_or_else(String::new, |budget| format!("of {}", bytes(budget)));
         page.title(format!("{:<10}{:>7}{:>9}  {budget}", "recipe", "ours", "textbook"));
         for plan in &self.plans {
-            let role = |bytes: u64| match self.budget {
-                Some(budget) if bytes > budget => Role::Bad,
-                _ => Role::Good,
-            };
             let all = total(&plan.textbook);
             let ours = plan.engine.as_deref().map(total);
             let line = Line::new().with(Role::Title, format!("{:<10}", Recipe::ALL[plan.recipe as usize].1));
             let cell = ours.map_or_else(|| "–".to_owned(), |ours| compact(ours as f64));
-            let line = line.with(role(ours.unwrap_or(0)), format!("{cell:>7}"));
-            let line = line.with(role(all), format!("{:>9}", compact(all as f64)));
-            page.push(self.bar(line, &items(plan), scale, width.saturating_sub(TOTALS)));
+            let line = line.with(self.role(ours.unwrap_or(0)), format!("{cell:>7}"));
+            let line = line.with(self.role(all), format!("{:>9}", compact(all as f64)));
+            page.push(self.bar(line, plan.shown(), scale, width.saturating_sub(TOTALS)));
         }
         let mut legend = Line::new();
         for (letter, name, role) in MemoryCategory::ALL {
@@ -328,8 +336,7 @@ impl MemoryPlan {
 
     /// Adds a bar to a line, after a cross if it exceeds the budget.
     fn bar(&self, line: Line, items: &[MemoryItem], scale: u64, width: usize) -> Line {
-        let fits = self.budget.is_none_or(|budget| total(items) <= budget);
-        let (role, mark) = if fits { (Role::Text, "   ") } else { (Role::Bad, " ✕ ") };
+        let (role, mark) = if self.fits(total(items)) { (Role::Text, "   ") } else { (Role::Bad, " ✕ ") };
         let mut line = line.with(role, mark);
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
         let mut sum = 0u64;
@@ -350,20 +357,19 @@ impl MemoryPlan {
             MemoryCategory::Adam,
             MemoryCategory::Activations,
         ];
-        let sum = |items: &[MemoryItem], belongs: &dyn Fn(MemoryCategory) -> bool| {
-            items.iter().filter(|item| belongs(item.group)).map(|item| item.bytes).sum::<u64>()
-        };
+        let cell = |bytes: u64| format!("{:>7}", if bytes == 0 { "–".to_owned() } else { compact(bytes as f64) });
         let budget = self.budget.map(|_| ["room", "batch"]).into_iter().flatten();
         let head = ["weight", "master", "grad", "Adam", "activ.", "other", "total"].into_iter().chain(budget);
         page.title(head.fold(format!("{:<15}", "recipe"), |line, name| line + &format!("{name:>7}")));
         for Row { label, items, batch, left } in self.rows() {
-            let cell = |bytes: u64| if bytes == 0 { "–".to_owned() } else { compact(bytes as f64) };
-            let own = OWN.iter().map(|group| sum(items, &|of| of == *group));
-            let cells = own.chain([sum(items, &|of| !OWN.contains(&of))]).map(|bytes| format!("{:>7}", cell(bytes)));
+            // The last one is the sum of all other categories.
+            let mut sums = [0; OWN.len() + 1];
+            for item in items {
+                sums[OWN.iter().position(|own| *own == item.group).unwrap_or(OWN.len())] += item.bytes;
+            }
             let all = total(items);
-            let fits = self.budget.is_none_or(|budget| all <= budget);
-            let line = Line::new().with(Role::Title, label).plain(cells.collect::<String>());
-            let mut line = line.with(if fits { Role::Good } else { Role::Bad }, format!("{:>7}", compact(all as f64)));
+            let line = Line::new().with(Role::Title, label).plain(sums.map(cell).concat());
+            let mut line = line.with(self.role(all), format!("{:>7}", compact(all as f64)));
             if let Some(left) = left {
                 let role = if left > 0 { Role::Text } else { Role::Bad };
                 let batch = batch.map_or_else(|| "none".to_owned(), |batch| batch.to_string());

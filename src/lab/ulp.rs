@@ -149,39 +149,27 @@ impl UlpGrid {
         let step = 2.0 * reach / (columns - 1) as f64;
         let column = |x: f64| ((x - self.center + reach) / step).round();
         for row in &self.formats {
-            let format = row.layout;
-            // In this range the update rounds back to the weight.
-            let down = half_below(format, row.stored);
-            let up = half_below(format, -row.stored);
-            let edges = (column(row.stored - down), column(row.stored + up));
-            let lost = |at: usize| at as f64 > edges.0 && (at as f64) < edges.1;
+            // Between these the update rounds back to the weight.
+            let half_ways = row.half_ways().map(column);
             let mut cells = vec!['·'; columns];
-            let mut bits = format.encode(self.center - reach);
-            // A format finer than the columns fills all of them.
             if row.spacing < step {
+                // A format finer than the columns fills all of them.
                 cells.fill('━');
             } else {
-                while let Some(next) = format.next_up(bits) {
-                    let at = column(format.decode(bits));
-                    // The columns around an infinite weight are NaN.
-                    if at.is_nan() || at >= columns as f64 {
-                        break;
-                    }
-                    if at >= 0.0 {
-                        cells[at as usize] = '┃';
-                    }
-                    bits = next;
-                }
-                for edge in [edges.0, edges.1] {
-                    if edge >= 0.0 && edge < columns as f64 && cells[edge as usize] == '·' {
-                        cells[edge as usize] = '┴';
-                    }
-                }
+                mark(&mut cells, half_ways, '┴');
+                // The columns around an infinite weight are NaN.
+                let numbers = row.numbers_from(self.center - reach).map(column);
+                mark(&mut cells, numbers.take_while(|at| *at < columns as f64), '┃');
             }
             let mut line = Line::new().with(Role::Title, format!("{:<LABEL$}", row.format));
             for (at, cell) in cells.iter().enumerate() {
-                let role = if row.verdict == UpdateFate::OutOfRange || lost(at) { Role::Bad } else { Role::Good };
-                line = line.with(if *cell == '┃' { Role::Mantissa } else { role }, cell.to_string());
+                let lost = at as f64 > half_ways[0] && (at as f64) < half_ways[1];
+                let role = match cell {
+                    '┃' => Role::Mantissa,
+                    _ if lost || row.verdict == UpdateFate::OutOfRange => Role::Bad,
+                    _ => Role::Good,
+                };
+                line = line.with(role, cell.to_string());
             }
             page.push(line);
         }
@@ -195,6 +183,15 @@ impl UlpGrid {
         page.push(Line::new().plain(" ".repeat(LABEL)).with(Role::Series(1), marks.trim_end()));
         let legend = format!("{:LABEL$}│ weight ▲ with update ┃ number ┴ half way, nearer is lost ━ dense", "");
         page.push(Line::new().dim(legend));
+    }
+}
+
+/// Writes `glyph` into the columns `at` that exist.
+fn mark(cells: &mut [char], at: impl IntoIterator<Item = f64>, glyph: char) {
+    for at in at.into_iter().filter(|at| *at >= 0.0) {
+        if let Some(cell) = cells.get_mut(at as usize) {
+            *cell = glyph;
+        }
     }
 }
 
@@ -237,6 +234,18 @@ impl UlpRow {
             tie_overflows: stored.is_finite() && !tie.is_finite(),
             steps_with_master: steps_with_master(format, center, update),
         }
+    }
+
+    /// The middles between the stored weight and the numbers below and above it.
+    fn half_ways(&self) -> [f64; 2] {
+        [self.stored - half_below(self.layout, self.stored), self.stored + half_below(self.layout, -self.stored)]
+    }
+
+    /// The format's numbers in rising order, without the largest one, from `start` rounded.
+    fn numbers_from(&self, start: f64) -> impl Iterator<Item = f64> {
+        let format = self.layout;
+        let bits = std::iter::successors(Some(format.encode(start)), move |bits| format.next_up(*bits));
+        bits.map_while(move |bits| format.next_up(bits).map(|_| format.decode(bits)))
     }
 
     /// The bound that a surviving update exceeds or reaches, with `∞` if the next number is not finite.

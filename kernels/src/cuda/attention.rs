@@ -69,6 +69,15 @@ enum Pass {
     BackwardQueries,
 }
 
+/// The blocks of a kernel on the device.
+struct BlockPlan {
+    module: &'static str,
+    /// Queries, or keys, of a block.
+    rows: usize,
+    threads: usize,
+    shared_bytes: usize,
+}
+
 /// Attention's bounds on the device, with the sizes and documents that they belong to. All layers of a pass have the
 /// same.
 #[derive(Debug)]
@@ -129,7 +138,7 @@ impl Plan {
             Pass::BackwardKeysAndValues => "attention_backward_kv",
             Pass::BackwardQueries => "attention_backward_q",
         };
-        let (module, rows, threads, shared_bytes) = match self.dtype {
+        let BlockPlan { module, rows, threads, shared_bytes } = match self.dtype {
             DType::F32 => self.in_fp32(pass),
             _ if self.by_four_warps => self.in_products_of_four_warps(pass),
             _ => self.on_tensor_cores(pass),
@@ -146,8 +155,8 @@ impl Plan {
         KernelLaunch::new(module, kernel, [seq_len.div_ceil(rows) * parts, heads, batch], [threads, shared_bytes])
     }
 
-    /// Module, a block's rows, its threads and its shared memory: tiles of operands and of scores.
-    fn in_fp32(self, pass: Pass) -> (&'static str, usize, usize, usize) {
+    /// Shared memory holds tiles of operands and of scores.
+    fn in_fp32(self, pass: Pass) -> BlockPlan {
         let rows = (4096 / self.size.next_power_of_two()).min(64);
         let (tiles, squares) = match pass {
             Pass::Forward => (2, 1),
@@ -155,12 +164,11 @@ impl Plan {
             Pass::BackwardQueries => (4, 1),
         };
         let floats = tiles * rows * (self.size + 1) + squares * rows * (rows + 1);
-        ("attention", rows, 256, floats * size_of::<f32>())
+        BlockPlan { module: "attention", rows, threads: 256, shared_bytes: floats * size_of::<f32>() }
     }
 
-    /// The module, rows, threads and shared bytes of a block on tensor cores. Shared memory holds the rows of two
-    /// stages of two tiles, and of the resident tiles if these stay.
-    fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, usize, usize) {
+    /// Shared memory holds the rows of two stages of two tiles, and of the resident tiles if these stay.
+    fn on_tensor_cores(self, pass: Pass) -> BlockPlan {
         const ROWS: usize = 64;
         let (tile, at_rest) = match (pass, self.size) {
             (Pass::Forward, 256) => (32, ROWS),
@@ -168,14 +176,16 @@ impl Plan {
             (_, ..=128) => (32, 2 * ROWS),
             _ => (16, 2 * ROWS),
         };
-        ("attention_mma", ROWS, 128, 2 * (4 * tile + at_rest) * (self.size + 8))
+        let shared_bytes = 2 * (4 * tile + at_rest) * (self.size + 8);
+        BlockPlan { module: "attention_mma", rows: ROWS, threads: 128, shared_bytes }
     }
 
     /// Like [`Self::on_tensor_cores`], with two FP32 statistics for each query of two stages.
-    fn in_products_of_four_warps(self, pass: Pass) -> (&'static str, usize, usize, usize) {
+    fn in_products_of_four_warps(self, pass: Pass) -> BlockPlan {
         const ROWS: usize = 64;
         let at_rest = if matches!(pass, Pass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };
-        ("attention_wgmma", ROWS, 128, 2 * (4 * ROWS + at_rest) * self.size + 16 * ROWS)
+        let shared_bytes = 2 * (4 * ROWS + at_rest) * self.size + 16 * ROWS;
+        BlockPlan { module: "attention_wgmma", rows: ROWS, threads: 128, shared_bytes }
     }
 }
 

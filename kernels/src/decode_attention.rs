@@ -53,6 +53,18 @@ impl LayerKvCache {
         Ok(())
     }
 
+    /// A copy with room for `capacity` tokens and the first `len` tokens of this one.
+    pub fn grown(&self, capacity: usize, len: usize) -> Result<Self> {
+        let (kv_heads, _, head_size) = self.keys.dims3()?;
+        let grown = Self::new(kv_heads, capacity, head_size, self.keys.dtype(), self.keys.device())?;
+        if len > 0 {
+            for (old, new) in [(&self.keys, &grown.keys), (&self.values, &grown.values)] {
+                new.slice_set(&old.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
+            }
+        }
+        Ok(grown)
+    }
+
     /// Copies the keys and values of `rows` into the cache, starting at token `past`.
     fn append(&self, past: usize, rows: Range<usize>, parts: [ColumnSlice<'_>; 2]) -> Result<()> {
         let (heads, capacity, head_size) = self.keys.dims3()?;

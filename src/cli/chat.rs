@@ -77,9 +77,17 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
         None => Ok(Arc::default()),
     };
     let stopped = stopped.map_err(Error::io("watch for signals on", "terminal"))?;
-    let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, stopped, out };
+    let cache = KvCache::empty(args.model.dtype, &weights.device());
+    let mut speaker =
+        ChatResponder { args, trained: &trained, model, weights: &weights, cache, sampling, stopped, out };
     begin(&mut chat, args.system.as_deref());
-    while let Some(line) = next_message(&mut editor)? {
+    weights.with_packed(|| converse(&mut chat, &mut speaker, &mut editor))
+}
+
+/// Answers messages and runs commands until the input ends.
+fn converse(chat: &mut Chat, speaker: &mut ChatResponder<'_>, editor: &mut Option<MessageEditor>) -> Result<()> {
+    let args = speaker.args;
+    while let Some(line) = next_message(editor)? {
         let line = line.trim();
         let before = chat.history.clone();
         let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -87,17 +95,17 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             "" => {}
             "/quit" => break,
             "/help" => print_notice(HELP),
-            "/reset" => begin(&mut chat, args.system.as_deref()),
-            "/system" => begin(&mut chat, Some(rest).filter(|text| !text.is_empty())),
+            "/reset" => begin(chat, args.system.as_deref()),
+            "/system" => begin(chat, Some(rest).filter(|text| !text.is_empty())),
             "/save" if rest.is_empty() => print_notice("`/save` needs a file name"),
-            "/save" => match save(&chat, rest) {
+            "/save" => match save(chat, rest) {
                 Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.len())),
                 Err(error) => print_notice(&error.to_string()),
             },
             "/regenerate" if chat.history.last_answer().is_some() => {
                 chat.history.pop();
                 speaker.sampling.seed = speaker.sampling.seed.wrapping_add(1);
-                speaker.reply(&mut chat, before)?;
+                speaker.reply(chat, before)?;
             }
             "/regenerate" => print_notice("there is no answer yet"),
             unknown if unknown.starts_with('/') => {
@@ -105,7 +113,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             }
             _ => {
                 chat.history.push("user", line);
-                speaker.reply(&mut chat, before)?;
+                speaker.reply(chat, before)?;
             }
         }
     }
@@ -176,7 +184,9 @@ struct ChatResponder<'a> {
     args: &'a ChatArgs,
     trained: &'a TrainedModel,
     model: Decoder,
-    weights: Parameters,
+    weights: &'a Parameters,
+    /// The tokens of the last prompt and answer: the next prompt begins with most of them.
+    cache: KvCache,
     sampling: Sampling,
     /// Set to stop an answer.
     stopped: Arc<AtomicBool>,
@@ -197,7 +207,7 @@ impl ChatResponder<'_> {
 
     /// Generates the answer and prints it as it is generated.
     fn answer(&mut self, chat: &Chat) -> Result<String> {
-        let Self { args, trained, model, weights, sampling, stopped, out } = self;
+        let Self { args, trained, model, weights, cache, sampling, stopped, out } = self;
         // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
         let context = trained.spec.max_position_embeddings;
@@ -209,7 +219,7 @@ impl ChatResponder<'_> {
             return Err(Error::config("chat", message));
         }
         let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-        let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &weights.device())?;
+        cache.prepare(model.spec(), &prompt, capacity)?;
         let request = GenerationRequest {
             prompt: &prompt,
             max_tokens: args.max_tokens,
@@ -231,7 +241,7 @@ impl ChatResponder<'_> {
             say(&mut answer, &stream.push(id)?)?;
             Ok(true)
         };
-        let reason = weights.with_packed(|| generate(model, weights, &mut cache, request, receive))?;
+        let reason = generate(model, weights, cache, request, receive)?;
         drop(reporter);
         let rest = stream.finish()?;
         say(&mut answer, &rest)?;

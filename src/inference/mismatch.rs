@@ -83,6 +83,7 @@ impl Sequences {
             // No token ends a sequence, so that all have the same length.
             let sampling = Sampling { seed: seed.wrapping_add(sequence), ..Sampling::default() };
             let request = GenerationRequest { prompt, max_tokens: tokens, stop_token_ids: &[], sampling: &sampling };
+            cache.truncate(0);
             generate(model, weights, &mut cache, request, |id| {
                 ids.push(id);
                 Ok(true)

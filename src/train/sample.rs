@@ -59,6 +59,8 @@ impl Sampler {
             ids.push(id);
             Ok(true)
         };
+        // The weights have changed since the last text.
+        cache.truncate(0);
         match generate(model, weights, cache, request, receive) {
             Ok(_) | Err(Error::Model { .. }) => decode_after(tokenizer, prompt, &ids),
             Err(error) => Err(error),

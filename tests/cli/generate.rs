@@ -119,6 +119,25 @@ fn a_truncated_cache_goes_on_from_there() {
 }
 
 #[test]
+fn a_prepared_cache_keeps_the_tokens_that_the_prompt_begins_with() {
+    for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+        let (model, weights) = tiny(policy);
+        let mut cache = KvCache::empty(policy, &Device::Cpu);
+        for (prompt, capacity, kept) in
+            [(vec![1, 2, 3], 8, 0), (vec![1, 2, 3, 9, 8], 20, 3), (vec![1, 2, 3, 9, 8], 10, 4), (vec![2; 30], 30, 0)]
+        {
+            cache.prepare(model.spec(), &prompt, capacity).unwrap();
+            assert_eq!(cache.reusable(model.spec(), 0, prompt.len()), kept, "{policy}: {prompt:?}");
+            assert!(cache.capacity() >= capacity);
+            let hidden = model.decode(&weights, &prompt[kept..], &mut cache).unwrap();
+            let logits = model.logits(&weights, hidden).unwrap();
+            let all = full_logits(&model, &weights, policy, &prompt).narrow(0, kept, prompt.len() - kept).unwrap();
+            assert_eq!(values(&logits), values(&all), "{policy}: {prompt:?}");
+        }
+    }
+}
+
+#[test]
 fn a_cache_refuses_what_does_not_fit() {
     let (model, weights) = golden("narrow", PrecisionPolicy::FP32);
     let context = model.spec().max_position_embeddings;

@@ -102,6 +102,9 @@ fn decoding_with_a_cache_is_the_forward_pass() {
                     assert!(error <= tolerance, "{} {policy}: {error:.1e} after {past} tokens", case.name);
                     past += new;
                 }
+                cache.prepare(engine.model.spec(), ids, ids.len()).unwrap();
+                let kept = if dynamic { 0 } else { ids.len() - 1 };
+                assert_eq!(cache.reusable(engine.model.spec(), 0, ids.len()), kept, "{}", case.name);
             }
         }
     }

@@ -42,7 +42,7 @@ enum LayerCache {
 struct SequenceCache {
     layers: Vec<LayerCache>,
     capacity: usize,
-    len: usize,
+    ids: Vec<u32>,
     /// For `capacity` positions. Not used with a dynamic base.
     rope_caches: RopeCaches,
 }
@@ -84,7 +84,7 @@ impl KvCache {
         };
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
         let rope_caches = RopeCaches::new(spec, 0..capacity, capacity, &self.device)?;
-        self.sequences.push(SequenceCache { layers, capacity, len: 0, rope_caches });
+        self.sequences.push(SequenceCache { layers, capacity, ids: Vec::new(), rope_caches });
         Ok(())
     }
 
@@ -113,12 +113,36 @@ impl KvCache {
     /// # Panics
     /// If there is no such sequence.
     pub fn reusable(&mut self, spec: &ModelSpec, sequence: usize, total: usize) -> usize {
-        let len = &mut self.sequences[sequence].len;
+        let ids = &mut self.sequences[sequence].ids;
         let context = spec.rope.as_ref().and_then(Rope::original_context);
-        if context.is_some_and(|context| (*len..total).contains(&context)) {
-            *len = 0;
+        if context.is_some_and(|context| (ids.len()..total).contains(&context)) {
+            ids.clear();
         }
-        *len
+        ids.len()
+    }
+
+    /// Prepares the first sequence for a text of up to `capacity` tokens, at most the model's context, that begins with
+    /// `prompt`; adds it if there is none. Keeps the cached tokens that the prompt begins with, except its last one, whose logits
+    /// are needed. The weights must be those that computed them.
+    pub fn prepare(&mut self, spec: &ModelSpec, prompt: &[u32], capacity: usize) -> Result<()> {
+        if self.sequences.is_empty() {
+            return self.add(spec, capacity);
+        }
+        let cached = self.sequences[0].ids.iter().zip(&prompt[..prompt.len().saturating_sub(1)]);
+        // With other angles for another length, earlier tokens are computed again.
+        let kept = if has_dynamic_ropes(spec) { 0 } else { cached.take_while(|(old, new)| old == new).count() };
+        self.truncate(kept);
+        let sequence = &mut self.sequences[0];
+        if capacity > sequence.capacity {
+            for layer in &mut sequence.layers {
+                if let LayerCache::Attention(layer) = layer {
+                    *layer = layer.grown(capacity, sequence.ids.len())?;
+                }
+            }
+            sequence.rope_caches = RopeCaches::new(spec, 0..capacity, capacity, &self.device)?;
+            sequence.capacity = capacity;
+        }
+        Ok(())
     }
 
     /// Keeps only the first `len` tokens of every sequence; none if a convolution's cache has not kept enough of them.
@@ -127,21 +151,22 @@ impl KvCache {
             let is_lost = |layer: &LayerCache| match layer {
                 LayerCache::Attention(_) => false,
                 // It has one token more than the next one needs.
-                LayerCache::ShortConv(_) => sequence.len > len + 1,
+                LayerCache::ShortConv(_) => sequence.ids.len() > len + 1,
             };
-            sequence.len = if sequence.layers.iter().any(is_lost) { 0 } else { sequence.len.min(len) };
+            let is_lost = sequence.layers.iter().any(is_lost);
+            sequence.ids.truncate(if is_lost { 0 } else { len });
         }
     }
 
     /// The positions of `counts` new tokens of each sequence, and their rotary tables with their rows' first position.
     fn positions(&self, spec: &ModelSpec, counts: &[usize]) -> Result<(Vec<u32>, Cow<'_, RopeCaches>, usize)> {
-        let ranges = self.sequences.iter().zip(counts).map(|(sequence, new)| sequence.len..sequence.len + new);
+        let ranges =
+            self.sequences.iter().zip(counts).map(|(SequenceCache { ids, .. }, new)| ids.len()..ids.len() + new);
         let positions = ranges.clone().flat_map(|range| range.map(|position| position as u32)).collect();
-        let ropes = [spec.rope.as_ref(), spec.sliding.as_ref().map(|sliding| &sliding.rope)];
-        // Angles may depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.
-        let dynamic = ropes.into_iter().flatten().any(Rope::is_dynamic);
+        // Keys of earlier tokens keep their angles, as in transformers.
+        let dynamic = has_dynamic_ropes(spec);
         if let ([sequence], false) = (&self.sequences[..], dynamic) {
-            return Ok((positions, Cow::Borrowed(&sequence.rope_caches), sequence.len));
+            return Ok((positions, Cow::Borrowed(&sequence.rope_caches), sequence.ids.len()));
         }
         let tables = self.sequences.iter().zip(ranges).map(|(sequence, range)| {
             let len = range.end;
@@ -149,6 +174,12 @@ impl KvCache {
         });
         Ok((positions, Cow::Owned(RopeCaches::concat(&tables.collect::<Result<Vec<_>>>()?)?), 0))
     }
+}
+
+/// Whether angles depend on the length so far.
+fn has_dynamic_ropes(spec: &ModelSpec) -> bool {
+    let ropes = [spec.rope.as_ref(), spec.sliding.as_ref().map(|sliding| &sliding.rope)];
+    ropes.into_iter().flatten().any(Rope::is_dynamic)
 }
 
 impl Buffers {
@@ -182,16 +213,17 @@ impl Decoder {
             bail!("tokens of {} sequences for a cache of {}", ids.len(), cache.sequences.len());
         }
         let counts: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
-        for (SequenceCache { len, capacity, .. }, new) in cache.sequences.iter().zip(&counts) {
+        for (SequenceCache { ids, capacity, .. }, new) in cache.sequences.iter().zip(&counts) {
+            let len = ids.len();
             if *new == 0 || len + new > *capacity {
                 bail!("{new} tokens after {len} for a cache of {capacity}");
             }
         }
-        let ids = ids.concat();
-        let rows = ids.len();
+        let new_ids = ids.concat();
+        let rows = new_ids.len();
         let head = weights.fused(self.head).dtype();
         let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
-        for sequence in cache.sequences.iter_mut().filter(|sequence| sequence.len == 0) {
+        for sequence in cache.sequences.iter_mut().filter(|sequence| sequence.ids.is_empty()) {
             for (layer, dtype) in sequence.layers.iter_mut().zip(&compute) {
                 if let LayerCache::Attention(layer) = layer {
                     layer.retype(*dtype)?;
@@ -210,14 +242,14 @@ impl Decoder {
         let cx = &mut Context { kernels, weights, grads: None, mode, adapters, hook: &mut () };
         let positions = Tensor::new(positions, &cache.device)?;
         let positions = self.positions.map(|table| weights.fused(table).index_select(&positions, 0)).transpose()?;
-        let embedding = self.embed(weights, InputIds::new(&ids, rows), ForwardMode::Eval);
+        let embedding = self.embed(weights, InputIds::new(&new_ids, rows), ForwardMode::Eval);
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         for (i, dtype) in compute[..self.spec.num_layers].iter().enumerate() {
             let scratch = LayerScratch::of(blocks, *dtype)?;
             let acts = scratch.block()?;
             let sequences = || {
                 let sequences = cache.sequences.iter().zip(&counts);
-                sequences.map(|(SequenceCache { layers, len, .. }, new)| (&layers[i], *len, *new))
+                sequences.map(|(SequenceCache { layers, ids, .. }, new)| (&layers[i], ids.len(), *new))
             };
             let out = &acts.attended;
             self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |inputs| match inputs {
@@ -245,8 +277,8 @@ impl Decoder {
         let normed = &LayerScratch::of(blocks, head)?.block()?.attention_norm;
         self.final_norm.forward(cx, stream, normed)?;
         drop(rope_caches);
-        for (sequence, new) in cache.sequences.iter_mut().zip(counts) {
-            sequence.len += new;
+        for (sequence, new) in cache.sequences.iter_mut().zip(ids) {
+            sequence.ids.extend_from_slice(new);
         }
         Ok(&normed.out)
     }

@@ -150,7 +150,12 @@ impl MicroKernel {
         match isa {
             Isa::Portable => Self::in_registers([4, 8], PackUnit::Float, [portable::<4>, portable::<1>]),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self::in_registers([6, 16], PackUnit::Float, [avx2::float::<6>, avx2::float::<1>]),
+            Isa::Avx2 => {
+                let narrow: [Run; 2] = [avx2::float::<T, 6>, avx2::float::<T, 1>];
+                let run: [Run; 2] = [avx2::float::<f32, 6>, avx2::float::<f32, 1>];
+                let kernel = Self::in_registers([6, 16], PackUnit::Float, run);
+                Self { narrow: (T::DTYPE != candle_core::DType::F32).then_some(narrow), ..kernel }
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Amx if T::DTYPE == candle_core::DType::BF16 => Self::in_tiles::<super::super::amx::AmxTiles>(),
             #[cfg(target_arch = "x86_64")]
@@ -159,9 +164,13 @@ impl MicroKernel {
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => {
-                let narrow: [Run; 2] = [avx512::half::<8>, avx512::half::<1>];
+                let narrow: Option<[Run; 2]> = match T::DTYPE {
+                    candle_core::DType::F16 => Some([avx512::half::<8>, avx512::half::<1>]),
+                    candle_core::DType::BF16 => Some([avx512::bf16::<8>, avx512::bf16::<1>]),
+                    _ => None,
+                };
                 let kernel = Self::in_registers([8, 48], PackUnit::Float, [avx512::float::<8>, avx512::float::<1>]);
-                Self { narrow: (T::DTYPE == candle_core::DType::F16).then_some(narrow), ..kernel }
+                Self { narrow, ..kernel }
             }
             #[cfg(target_arch = "aarch64")]
             Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {

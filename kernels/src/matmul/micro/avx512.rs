@@ -6,8 +6,8 @@
 use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
 use std::arch::x86_64::{
-    __m512, __m512bh, _mm256_load_si256, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_store_ps,
+    __m512, __m512bh, _mm256_load_si256, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_dpbf16_ps,
+    _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_store_ps,
 };
 use std::mem::transmute;
 
@@ -80,6 +80,17 @@ micro_kernel! {
     /// As [`float`], with B aligned to 32 bytes.
     #[target_feature(enable = "avx512f")]
     half, LANES / 2, |at| _mm512_cvtph_ps(_mm256_load_si256(at.cast())),
+    |left, right, sum| _mm512_fmadd_ps(left, right, sum)
+}
+
+micro_kernel! {
+    /// Like [`float`], but B's units are BF16, half a word each: the upper halves of floats.
+    ///
+    /// # Safety
+    /// As [`half`].
+    #[target_feature(enable = "avx512f")]
+    bf16, LANES / 2,
+    |at| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_load_si256(at.cast())))),
     |left, right, sum| _mm512_fmadd_ps(left, right, sum)
 }
 

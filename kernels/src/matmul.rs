@@ -420,7 +420,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Whether B is widened while it is packed.
     fn widens(&self) -> bool {
-        self.kernel.b().unit == PackUnit::Float
+        self.kernel.b().unit == PackUnit::Float && A::DTYPE != DType::F32
     }
 
     /// The words that [`Product::panels`] has for `words` of B's panels.
@@ -431,17 +431,22 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     /// Packs all of B for [`Product::panels`].
     fn pack_streamed(&self, mut panels: &mut [u32]) {
         let layout = self.kernel.b();
-        let mut buffer = PackBuffer::new();
         for depth in pieces(0..self.a.cols, self.depth_step()) {
-            let words = self.b.rows.next_multiple_of(layout.width) * self.kernel.words(depth.len());
+            let panel = layout.width * self.kernel.words(depth.len());
+            let group = (PRIVATE_WORDS / panel).max(1);
+            let words = self.b.rows.div_ceil(layout.width) * panel;
             let (part, rest) = std::mem::take(&mut panels).split_at_mut(self.kept_words(words));
-            let packed = buffer.words(words);
-            pack_in_parallel(self.b.part(0..self.b.rows, depth), layout, packed, self.serial);
-            if self.widens() {
-                A::store(cast_slice(packed), cast_slice_mut(part));
-            } else {
-                part.copy_from_slice(packed);
-            }
+            part.par_chunks_mut(self.kept_words(group * panel)).enumerate().for_each(|(index, kept)| {
+                let lines = self.b.part(index * group * layout.width..self.b.rows, depth.clone());
+                if !self.widens() {
+                    return pack(lines, layout, kept);
+                }
+                with_thread_buffer(|buffer| {
+                    let wide = buffer.words(size_of_val(kept) / size_of::<A>());
+                    pack(lines, layout, wide);
+                    A::store(cast_slice(wide), cast_slice_mut(kept));
+                });
+            });
             panels = rest;
         }
     }

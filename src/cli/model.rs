@@ -156,14 +156,19 @@ impl ModelArgs {
 
     /// Runs `work` on the requested number of threads.
     pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-        check_threads("--threads", self.threads)?;
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(self.threads.unwrap_or(0))
-            .thread_name(|i| format!("compute-{i}"))
-            .build()
-            .map_err(|error| Error::config("--threads", error.to_string()))?
-            .install(work)
+        on_threads(self.threads, work)
     }
+}
+
+/// Runs `work` on a number of threads, by default one for each processor.
+pub(super) fn on_threads<R: Send>(threads: Option<usize>, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+    check_threads("--threads", threads)?;
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads.unwrap_or(0))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|error| Error::config("--threads", error.to_string()))?
+        .install(work)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use crate::cli::find_lr;
 use crate::cli::flags::ConfigArgs;
+use crate::cli::model::on_threads;
 use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
@@ -298,14 +299,16 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
         _ => return Err(Error::checkpoint(&folder, "not a run's folder: it has no `config.toml`")),
     }
     let run = Run::open(&folder)?;
+    let threads = args.config.given("threads").and_then(|threads| threads.as_integer()?.try_into().ok());
     if let Some(step) = step {
-        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: BTreeSet::new() });
+        let checkpoint = Some(on_threads(threads, || Checkpoint::open(step))?);
+        return Ok(Resumed { run, checkpoint, warnings: BTreeSet::new() });
     }
     if list(&folder)?.iter().all(|one| one.kind != CheckpointKind::Full) {
         let warnings = ["this run has no checkpoint yet; starting over".into()].into();
         return Ok(Resumed { run, checkpoint: None, warnings });
     }
-    let found = latest_valid(&folder)?;
+    let found = on_threads(threads, || latest_valid(&folder))?;
     let warnings = found.corrupt_files.iter().map(|damage| format!("skipped a damaged checkpoint: {damage}")).collect();
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }

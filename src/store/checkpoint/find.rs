@@ -1,7 +1,7 @@
 //! Lists the checkpoints of a run, and finds the newest good one.
 
 use super::manifest::{CheckpointKind, Manifest};
-use super::read::{Checkpoint, CorruptFile, verified};
+use super::read::{Checkpoint, CorruptFile, is_valid, verified};
 use super::run::opened_at;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -132,7 +132,7 @@ pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Resul
     if listed.len() <= wanted {
         return Ok(Vec::new());
     }
-    let mut good = (0..listed.len()).rev().filter(|&at| super::verify(&listed[at].path).is_empty());
+    let mut good = (0..listed.len()).rev().filter(|&at| is_valid(&listed[at].path));
     let oldest_kept = good.nth(wanted - 1);
     listed.truncate(oldest_kept.unwrap_or(0));
     Ok(listed.into_iter().map(|one| one.path).filter(|path| Some(path) != best.as_ref()).collect())

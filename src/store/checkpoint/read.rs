@@ -13,6 +13,8 @@ use crate::store::folder::{check_depth, matrix_of};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 use candle_core::DType;
+use rayon::prelude::*;
+use std::cmp::Reverse;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -55,8 +57,18 @@ pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<CorruptFile>> {
         let path = directory.join(name);
         corruption(&path, expected).map(|message| CorruptFile { path, message })
     };
-    let corrupt: Vec<_> = manifest.files.iter().filter_map(check).collect();
+    // The largest first, so that no thread begins it when the others are done.
+    let mut files: Vec<_> = manifest.files.iter().collect();
+    files.sort_by_key(|(_, digest)| Reverse(digest.bytes));
+    let mut corrupt: Vec<_> = files.into_par_iter().with_max_len(1).filter_map(check).collect();
+    corrupt.sort_by(|a, b| a.path.cmp(&b.path));
     if corrupt.is_empty() { Ok(manifest) } else { Err(corrupt) }
+}
+
+/// Whether a step directory is undamaged. Reads on this thread alone, because steps may be computed meanwhile.
+pub(super) fn is_valid(directory: &Path) -> bool {
+    let is_unchanged = |(name, expected): (&String, &Digest)| corruption(&directory.join(name), expected).is_none();
+    Manifest::read(directory).is_ok_and(|manifest| manifest.files.iter().all(is_unchanged))
 }
 
 /// Checks a file against a digest; returns what is wrong. Does not read a file of the wrong size.

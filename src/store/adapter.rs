@@ -12,6 +12,7 @@ use crate::engine::model::{
 };
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
+use regex::Regex;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -25,7 +26,8 @@ pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
 /// Keys about an adapter's origin or training, which are ignored; the tensors determine the layers.
-const IGNORED_KEYS: [&str; 21] = [
+const IGNORED_KEYS: [&str; 23] = [
+    "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
@@ -42,6 +44,7 @@ const IGNORED_KEYS: [&str; 21] = [
     "peft_version",
     "qalora_group_size",
     "r",
+    "rank_pattern",
     "revision",
     "target_modules",
     "target_parameters",
@@ -57,10 +60,14 @@ pub struct AdapterFolder {
     file: TensorFile,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 struct AdapterConfig {
     r: usize,
     alpha: f64,
+    /// Ranks of modules whose names match. The first match counts.
+    ranks: Vec<(Regex, f64)>,
+    /// Alphas of modules whose names match, likewise.
+    alphas: Vec<(Regex, f64)>,
     dropout: f64,
     rslora: bool,
     dora: bool,
@@ -144,6 +151,9 @@ impl AdapterFolder {
                 "it contains no adapter: no tensor name ends in `lora_A.weight`",
             ));
         }
+        let ranks = lora.targets.iter().map(|layer| self.config.rank(base, *layer));
+        lora.r = ranks.max().unwrap_or(r);
+        lora.alpha *= self.config.divisor(lora.r) / self.config.divisor(r);
         let saved = Lora::names(base, &lora.modules_to_save, false);
         let checked = Lora::modules_to_save(base, &saved).map_err(in_config)?;
         let spec = with_lora(&Lora { modules_to_save: checked, ..lora });
@@ -155,14 +165,12 @@ impl AdapterFolder {
     fn check(&self, spec: &ModelSpec) -> Result<()> {
         for entry in spec.parameters() {
             let stored = self.file.require(&stored_name(spec, &entry.name))?;
-            let shape = match stacked_factors(spec, &entry) {
-                Some([experts, outputs, r]) => vec![outputs, r * experts],
-                None => entry.shape,
-            };
+            let shape = self.stored_shape(spec, &entry);
             if stored.shape != shape {
                 let message = format!(
                     "shape {:?}, but the base model and `r` = {} require {shape:?}",
-                    stored.shape, self.config.r
+                    stored.shape,
+                    self.config.rank(spec, entry.layer)
                 );
                 return Err(stored.error(message));
             }
@@ -174,16 +182,39 @@ impl AdapterFolder {
         }
     }
 
-    /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors.
+    /// The shape of a parameter in the file. A module's rank may be lower than the rank in `spec`.
+    fn stored_shape(&self, spec: &ModelSpec, entry: &ParamSpec) -> Vec<usize> {
+        let rank = self.config.rank(spec, entry.layer);
+        match (stacked_factors(spec, entry), entry.role, &entry.shape[..]) {
+            (Some([experts, outputs, r]), ..) => vec![outputs, r * experts],
+            (_, ParamRole::LoraA, [_, inputs]) => vec![stacked_experts(spec, entry.layer) * rank, *inputs],
+            (_, ParamRole::LoraB, [outputs, _]) => vec![*outputs, rank],
+            (.., shape) => shape.to_vec(),
+        }
+    }
+
+    /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors. Factors of a lower rank are padded with
+    /// zeros, and B is multiplied by the ratio of its module's scale to the scale in `spec`.
     pub fn read_parameters(&self, spec: &ModelSpec, into: &Parameters) -> Result<()> {
+        let common_scale = spec.lora.as_ref().map_or(1.0, Lora::scale);
         for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
             let stored = self.file.require(&stored_name(spec, &entry.name))?;
+            let scale = self.config.scale(spec, entry.layer);
+            let factor = if entry.role == ParamRole::LoraB { scale / common_scale } else { 1.0 };
             match stacked_factors(spec, entry) {
                 Some([experts, outputs, r]) => {
                     let factors = Tensor::from_vec(stored.to_f32()?, (outputs, r, experts), &Device::Cpu)?;
                     tensor.slice_set(&factors.permute((2, 0, 1))?.contiguous()?.flatten(0, 1)?, 0, 0)?;
                 }
-                None => view::write_f32(tensor, |out| stored.read_f32(out))??,
+                None if stored.shape == entry.shape && factor == 1.0 => {
+                    view::write_f32(tensor, |out| stored.read_f32(out))??;
+                }
+                None => {
+                    let factors = Tensor::from_vec(stored.to_f32()?, stored.shape, &Device::Cpu)?;
+                    let missing = |axis: usize| entry.shape[axis] - stored.shape[axis];
+                    let padded = factors.pad_with_zeros(0, 0, missing(0))?.pad_with_zeros(1, 0, missing(1))?;
+                    tensor.slice_set(&(padded * factor)?, 0, 0)?;
+                }
             }
         }
         Ok(())
@@ -249,6 +280,20 @@ pub fn write_adapter(out: &mut dyn Write, path: &Path, spec: &ModelSpec, paramet
 }
 
 impl AdapterConfig {
+    fn rank(&self, spec: &ModelSpec, layer: ModuleId) -> usize {
+        of_first_match(&self.ranks, spec, layer).map_or(self.r, |rank| rank as usize)
+    }
+
+    /// The scale of the output of a module's adapter.
+    fn scale(&self, spec: &ModelSpec, layer: ModuleId) -> f64 {
+        let alpha = of_first_match(&self.alphas, spec, layer).unwrap_or(self.alpha);
+        alpha / self.divisor(self.rank(spec, layer))
+    }
+
+    fn divisor(&self, rank: usize) -> f64 {
+        if self.rslora { (rank as f64).sqrt() } else { rank as f64 }
+    }
+
     fn read(text: &[u8]) -> Result<Self, String> {
         let json: Map<String, Value> = serde_json::from_slice(text).map_err(|error| format!("not JSON: {error}"))?;
         let kind = json.get("peft_type").and_then(Value::as_str).unwrap_or_default();
@@ -276,14 +321,30 @@ impl AdapterConfig {
                 number.ok_or_else(|| format!("`{key}` is {value}; it must be {wanted}"))
             }
         };
+        let patterns = |key: &str, fits: &dyn Fn(f64) -> bool, wanted: &str| {
+            let Some(value) = json.get(key).filter(|value| !is_disabled(value)) else { return Ok(Vec::new()) };
+            if json.get("target_parameters").is_some_and(|value| !is_disabled(value)) {
+                return Err(format!("`{key}` is {value}, which is not supported with `target_parameters`"));
+            }
+            let entry = |(name, value): (&String, &Value)| {
+                // PEFT's: the end of a name, by whole parts.
+                let name = Regex::new(&format!(r"^(.*\.)?({name})$")).ok()?;
+                Some((name, value.as_f64().filter(|number| fits(*number))?))
+            };
+            let entries = value.as_object().and_then(|map| map.iter().map(entry).collect::<Option<Vec<_>>>());
+            entries.ok_or_else(|| format!("`{key}` is {value}; it must map regular expressions to {wanted}"))
+        };
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
         let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);
         let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
+        let positive = |alpha: f64| alpha.is_finite() && alpha > 0.0;
         let revision = text("revision");
         let sha256 = String::new();
         Ok(Self {
             r: number("r", 8.0, &rank, "a whole number from 1")? as usize,
-            alpha: number("lora_alpha", 8.0, &|alpha| alpha.is_finite() && alpha > 0.0, "a positive number")?,
+            alpha: number("lora_alpha", 8.0, &positive, "a positive number")?,
+            ranks: patterns("rank_pattern", &rank, "whole numbers from 1")?,
+            alphas: patterns("alpha_pattern", &positive, "positive numbers")?,
             dropout: number("lora_dropout", 0.0, &|rate| (0.0..1.0).contains(&rate), "a number in [0, 1)")?,
             rslora: flag("use_rslora"),
             dora: flag("use_dora"),
@@ -295,6 +356,11 @@ impl AdapterConfig {
             base: text("base_model_name_or_path").map(|name| Base { name, revision, sha256 }),
         })
     }
+}
+
+fn of_first_match(patterns: &[(Regex, f64)], spec: &ModelSpec, layer: ModuleId) -> Option<f64> {
+    let name = spec.family.stored_name(&spec.layer_name(layer));
+    patterns.iter().find(|(pattern, _)| pattern.is_match(&name)).map(|(_, number)| *number)
 }
 
 /// Whether a value means that a feature is not used.

@@ -388,6 +388,7 @@ fn nonsense_is_refused() {
         ("alpha", "lora_alpha", json!("many")),
         ("dropped", "lora_dropout", json!(1.0)),
         ("pattern", "rank_pattern", json!({"c_attn": 8})),
+        ("expression", "alpha_pattern", json!({"(": 8})),
         ("bias", "bias", json!("all")),
         ("pissa", "init_lora_weights", json!("pissa")),
         ("unknown", "warp_factor", json!(9)),

@@ -31,7 +31,9 @@ ours = PeftModel.from_pretrained(base(), adapter)
 ours.save_pretrained(again)
 torch.manual_seed(3)
 targets = ours.peft_config["default"]
-config = LoraConfig(r=2, lora_alpha=4, target_modules=targets.target_modules, target_parameters=targets.target_parameters,
+patterns = {} if targets.target_parameters else {
+    "rank_pattern": {"c_attn": 3, r"h\.0\..*": 1}, "alpha_pattern": {"mlp.c_proj": 7, r"transformer.h.[0-9].attn.c_attn": 5}}
+config = LoraConfig(r=2, lora_alpha=4, **patterns, target_modules=targets.target_modules, target_parameters=targets.target_parameters,
                     use_rslora=True, use_dora=not targets.target_parameters, init_lora_weights=False, task_type="CAUSAL_LM")
 fresh = get_peft_model(base(), config)
 fresh.save_pretrained(again + "-fresh")

@@ -2,6 +2,7 @@
 //! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON have
 //! no largest value.
 
+use minijinja::filters::length;
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_formatter};
@@ -25,6 +26,10 @@ pub(super) fn install(environment: &mut Environment<'_>) {
     environment.add_filter("string", |value: Value| string(&value));
     environment.add_filter("indent", indent);
     environment.add_filter("tojson", tojson);
+    environment.add_filter("length", |value: &Value| if value.is_undefined() { Ok(0) } else { length(value) });
+    environment.add_filter("replace", |text: &Value, from: &Value, to: &Value, count: Option<i64>| {
+        string(text).replacen(&string(from), &string(to), limit(count))
+    });
     environment.add_filter("trim", |value: Value, chars: Option<String>| {
         let text = value.to_string();
         chars.map_or_else(
@@ -142,6 +147,26 @@ fn is_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\x1C'..='\x1F')
 }
 
+/// A maximum number of replacements or splits, where negative ones stand for no maximum.
+fn limit(count: Option<i64>) -> usize {
+    count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX)
+}
+
+/// Python's `str.title`: every letter that follows no letter is a capital.
+fn title(text: &str) -> String {
+    let mut out = String::new();
+    let mut follows_letter = false;
+    for c in text.chars() {
+        if follows_letter {
+            out.extend(c.to_lowercase());
+        } else {
+            out.extend(c.to_uppercase());
+        }
+        follows_letter = c.is_lowercase() || c.is_uppercase();
+    }
+    out
+}
+
 /// Python's methods of values.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     if let (Some(text), true) = (value.as_str(), args.iter().all(Value::is_none)) {
@@ -150,6 +175,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
             "lstrip" => return Ok(text.trim_start_matches(is_space).into()),
             "rstrip" => return Ok(text.trim_end_matches(is_space).into()),
             "split" => return Ok(text.split(is_space).filter(|word| !word.is_empty()).map(Value::from).collect()),
+            "title" => return Ok(title(text).into()),
             "isspace" if args.is_empty() => return Ok((!text.is_empty() && text.chars().all(is_space)).into()),
             _ => {}
         }
@@ -157,6 +183,11 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
     match (value.as_str(), name, args.first().and_then(Value::as_str)) {
         (Some(text), "removeprefix", Some(prefix)) => Ok(text.strip_prefix(prefix).unwrap_or(text).into()),
         (Some(text), "removesuffix", Some(suffix)) => Ok(text.strip_suffix(suffix).unwrap_or(text).into()),
+        (Some(text), "rsplit", Some(separator)) if !separator.is_empty() => {
+            let most = args.get(1).cloned().map(i64::try_from).transpose()?;
+            let parts: Vec<&str> = text.rsplitn(limit(most).saturating_add(1), separator).collect();
+            Ok(parts.into_iter().rev().map(Value::from).collect())
+        }
         _ => unknown_method_callback(state, value, name, args),
     }
 }

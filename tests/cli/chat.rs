@@ -9,7 +9,7 @@ use std::io::Write;
 use std::process::Stdio;
 
 /// Templates like the families' templates, each with the constructs that they use.
-const TEMPLATES: [(&str, &str); 5] = [
+const TEMPLATES: [(&str, &str); 6] = [
     (
         "chatml",
         "{%- if messages[0]['role'] != 'system' %}\n{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}\n{%- endif %}\n\
@@ -44,6 +44,11 @@ const TEMPLATES: [(&str, &str); 5] = [
         "{% for m in messages %}{% set text = m.content %}{% if '</think>' in text %}\
          {% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ loop.index }}/{{ loop.length }} {{ m.role.title() }}: \
          {{ text | replace('a', 'A') }}{% if not loop.last %}; {% endif %}{% endfor %}",
+    ),
+    (
+        "methods of texts",
+        "{{ nothing | length }}{% for m in messages %}{{ (m.content ~ \"it's a,b d1e DÉF 你a\").title() }} \
+         {{ m.content | replace('\\n', '/', 1) }} {{ m.content.rsplit(' ', 1) }} {{ m.content.rsplit('l') }}{% endfor %}",
     ),
 ];
 

@@ -159,12 +159,11 @@ impl Trainer {
     /// Computes missing log-probabilities with `loaded`, or with the run's weights if they are not trained yet.
     fn compute_reference(&self, logps: &mut ReferenceLogps, loaded: Option<ReferenceModel>) -> Result<()> {
         let engine = &self.engine;
-        let total = self.loader.batches_per_epoch() + self.eval.remaining();
+        let total = self.reference_batches().count() as u64;
         let mut done = 0;
         let batches = self.reference_batches().inspect(|_| {
             done += 1;
-            self.activity
-                .advance("computing reference log-probabilities", PhaseProgress::Items(done.min(total), total));
+            self.activity.advance("computing reference log-probabilities", PhaseProgress::Items(done, total));
         });
         if let Some(ReferenceModel { model, weights, mut workspace }) = loaded {
             return logps.compute(&model, &weights, &mut workspace, &*engine.group, batches);
@@ -256,4 +255,33 @@ fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
         }
     }
     Ok(digest.finish().1.sha256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::collective::SingleProcess;
+    use crate::train::config::DataSets;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    /// Regression: KTO showed the last batch of an epoch during those of all later ones, and a short run ended far below the total.
+    #[test]
+    fn progress_counts_the_batches_of_all_steps() {
+        let pair = r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#;
+        let answer = r#"{"prompt": "a", "completion": "b", "label": true}"#;
+        // KTO computes each batch again with mismatched prompts.
+        for (kind, row, steps, batches) in [(ObjectiveKind::Dpo, pair, 2, 2), (ObjectiveKind::Kto, answer, 9, 18)] {
+            let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+            std::fs::write(file.path(), format!("{row}\n").repeat(8)).unwrap();
+            let data = DataSets::One(file.path().display().to_string());
+            let mut config = Config { data, val: Some("none".into()), ..Config::default() };
+            config.objective.kind = kind;
+            (config.train.batch_size, config.train.seq_len, config.train.steps) = (2, 8, Some(steps));
+            let trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+            trainer.compute_reference(&mut ReferenceLogps::default(), None).unwrap();
+            let found = trainer.activity.running_for(Duration::ZERO).unwrap().amount;
+            assert_eq!(found, PhaseProgress::Items(batches, batches), "{kind:?}");
+        }
+    }
 }

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 const TOKEN: &str = "hf_geheim";
+const LFS: &str = "application/vnd.git-lfs+json";
 
 #[derive(Default)]
 struct State {
@@ -29,6 +30,8 @@ struct State {
     faults: Vec<(&'static str, &'static str)>,
     /// A file to delete before its contents are sent.
     deleted: Option<PathBuf>,
+    /// A key and a value that replace those of each object in the answer of Git LFS.
+    object: Option<(&'static str, Value)>,
 }
 
 struct Server(Arc<Mutex<State>>);
@@ -97,6 +100,11 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     let (status, text) = match fault {
         Some("drop") => return Ok(()),
         Some(status) => (status, String::new()),
+        // Amazon's storage requires the signed headers.
+        None if method == "PUT" && header("x-signed: ").is_none() => ("403 Forbidden", String::new()),
+        None if path.contains("/verify/") && header("content-type: ").as_deref() != Some(LFS) => {
+            ("415 Unsupported Media Type", String::new())
+        }
         None => respond(method, path, &body, &mut state.lock().unwrap()),
     };
     let mut out = stream;
@@ -120,7 +128,7 @@ fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'stati
         ("POST", "/api/models/me/mine/preupload/main") => {
             let mode = |file: &Value| {
                 let start = base64::engine::general_purpose::STANDARD.decode(file["sample"].as_str().unwrap()).unwrap();
-                assert!(start.len() as u64 <= file["size"].as_u64().unwrap() && start.len() <= 512);
+                assert_eq!(start.len() as u64, file["size"].as_u64().unwrap().min(512));
                 let name = file["path"].as_str().unwrap();
                 let extension = name.rsplit('.').next();
                 let mode = if matches!(extension, Some("safetensors" | "gguf")) { "lfs" } else { "regular" };
@@ -143,6 +151,9 @@ fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'stati
                         "upload": { "href": href("storage"), "header": { "x-signed": "yes" } },
                         "verify": { "href": href("verify") },
                     });
+                }
+                if let Some((key, value)) = &state.object {
+                    answer[*key] = value.clone();
                 }
                 answer
             };
@@ -199,6 +210,7 @@ fn a_model_is_uploaded_with_a_card_and_overwritten_only_with_consent() {
     assert!(card.starts_with("---\nlibrary_name: transformers\n") && card.contains("# me/mine\n"), "{card}");
     let requests = server.requests();
     assert!(requests.iter().all(|request| request.ends_with("+token")), "{requests:?}");
+    assert!(requests.iter().any(|request| request.starts_with("POST /verify/")), "{requests:?}");
 
     // It exists now.
     server.0.lock().unwrap().committed.clear();
@@ -243,6 +255,7 @@ fn refusals_name_the_cause_and_change_nothing() {
         ("/create", "401 Unauthorized", "set `HF_TOKEN` to a token that may write"),
         ("/preupload/", "403 Forbidden", "set `HF_TOKEN` to a token that may write"),
         ("/objects/batch", "400 Bad Request", "the server answers 400"),
+        ("/storage/", "307 X\r\nLocation: /storage/", "the server redirects the upload"),
         ("/commit/", "412 Precondition Failed", "the model was changed at the same time"),
         ("/commit/", "409 Conflict", "the model was changed at the same time"),
     ] {
@@ -264,4 +277,23 @@ fn refusals_name_the_cause_and_change_nothing() {
     server.requests();
     let (code, said) = server.finetune(&fixture, "export ./missing out --push me/mine", TOKEN);
     assert!(code == 2 && !server.requests().iter().any(|request| request.contains("/create")), "{said}");
+}
+
+#[test]
+fn storage_that_refuses_a_file_or_is_not_safe_gets_no_contents() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    let elsewhere = Server::start();
+    let address = format!("{}/storage/x", elsewhere.0.lock().unwrap().address);
+    for (key, value, expected) in [
+        ("error", json!({ "message": "too big" }), "the server refuses `error.gguf`: too big"),
+        ("actions", json!({ "upload": { "href": address } }), "the server names an unsafe address"),
+        ("oid", json!("0"), "the server does not know where to store `oid.gguf`"),
+    ] {
+        server.0.lock().unwrap().object = Some((key, value));
+        let line = format!("export model {key}.gguf --push me/mine --yes");
+        let (code, said) = server.finetune(&fixture, &line, TOKEN);
+        assert!(code == 1 && said.contains(expected), "{key}: {code} {said}");
+    }
+    assert!(server.committed().is_empty() && elsewhere.requests().is_empty());
+    assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
 }

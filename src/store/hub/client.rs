@@ -442,6 +442,33 @@ mod tests {
         assert!(matches!(sent, Err(HubError::Local(_))), "{sent:?}");
     }
 
+    /// The storage of large files is on other hosts.
+    #[test]
+    fn an_upload_to_another_host_has_no_token() {
+        use std::io::BufRead as _;
+        let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", server.local_addr().unwrap());
+        for (endpoint, sent) in [("https://huggingface.co", false), (&*url, true)] {
+            let endpoint = endpoint.to_owned();
+            let settings = Settings { endpoint, token: Some("hf_a".into()), ..Settings::from_vars(|_| None) };
+            let client = Client::new(&settings).unwrap();
+            std::thread::scope(|scope| {
+                let served = scope.spawn(|| {
+                    let mut stream = server.accept().unwrap().0;
+                    let (mut reader, mut head) = (std::io::BufReader::new(&stream), String::new());
+                    while !head.ends_with("\r\n\r\n") {
+                        reader.read_line(&mut head).unwrap();
+                    }
+                    stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
+                    head
+                });
+                client.upload("PUT", &url, &[], &Payload::Text("")).unwrap();
+                let head = served.join().unwrap();
+                assert_eq!(head.contains("Bearer hf_a"), sent, "{head}");
+            });
+        }
+    }
+
     #[test]
     fn a_lookalike_is_not_a_subdomain() {
         assert!(is_below("https://cdn.mirror.org/x", "https://mirror.org/y"));

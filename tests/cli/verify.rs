@@ -52,13 +52,17 @@ fn a_run_repeats_on_any_number_of_threads_and_others_can_check_its_claim() {
     fixture.said("verify v --from 0 --claim claim.json");
     // The claim alone is enough: it contains the configuration.
     std::fs::rename(fixture.path("checkpoints"), fixture.path("elsewhere")).unwrap();
-    let (code, out) = verdict(&fixture, "verify claim.json --threads 2");
+    let (code, out, err) = fixture.output("verify claim.json --threads 2");
     assert!(code == Some(0) && out.contains("steps 1 to 12 repeated"), "{out}");
+    assert!(!err.contains("the claim is of a processor"), "{err}");
     // Regression: steps after the last hash were called identical.
     assert!(fixture.said("verify claim.json --to 7").contains("steps 1 to 6 repeated"));
     fixture.assert_refused("verify claim.json --to 3", &["--to: the claim has no hash up to step 3; use 4 or more"]);
     fixture.assert_refused("verify claim.json --from 4", &["--from: a claim has no checkpoints"]);
     let text = std::fs::read_to_string(fixture.path("claim.json")).unwrap();
+    fixture.write("other.json", text.replace(r#""instruction_set": ""#, r#""instruction_set": "old-"#));
+    let (code, _, err) = fixture.output("verify other.json --to 4");
+    assert!(code == Some(0) && err.contains("the claim is of a processor with old-"), "{err}");
     fixture.write("false.json", text.replace("seed = 1\\n", "seed = 2\\n"));
     let (code, out) = verdict(&fixture, "verify false.json");
     assert!(code == Some(1) && out.starts_with("differs: step 4: the checkpoint's masters"), "{out}");

@@ -49,7 +49,8 @@ impl Trainer {
         let layout = state.weights.layout();
         let overflow = skipped.then(|| records::overflow(report, step, layout, grad_stats, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
-        let diverged = diverged.or_else(|| self.check_divergence(report.loss)).or_else(|| self.check_forward(report));
+        let diverged =
+            diverged.or_else(|| self.check_divergence(report.loss)).or_else(|| self.check_forward(report.loss));
         self.record(report, overflow, elapsed);
         diverged
     }
@@ -156,9 +157,9 @@ impl Trainer {
 
     /// The error once the forward passes of the first [`MAX_FORWARD_OVERFLOWS`] steps have overflowed. With a fallback, layers
     /// may move to FP32 first.
-    fn check_forward(&mut self, report: &StepReport) -> Option<Error> {
+    fn check_forward(&mut self, loss: f64) -> Option<Error> {
         let counters = self.engine.state.counters;
-        let overflows = counters.updates == 0 && !report.loss.is_finite() && self.config.dtype.needs_loss_scale();
+        let overflows = counters.updates == 0 && !loss.is_finite() && self.config.dtype.needs_loss_scale();
         self.progress.forward_overflows = if overflows { self.progress.forward_overflows + 1 } else { 0 };
         if self.progress.forward_overflows < MAX_FORWARD_OVERFLOWS
             || self.config.precision.fallback != FallbackRule::Off
@@ -272,11 +273,28 @@ mod tests {
     use crate::train::config::Config;
     use std::sync::Arc;
 
-    #[test]
-    fn only_consecutive_steps_are_a_divergence() {
+    fn trainer() -> Trainer {
         let mut config = Config::default();
         (config.train.batch_size, config.train.seq_len) = (1, 16);
-        let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+        Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap()
+    }
+
+    #[test]
+    fn only_consecutive_overflows_of_the_forward_pass_end_a_run() {
+        let mut trainer = trainer();
+        for _ in 0..2 {
+            assert!((1..MAX_FORWARD_OVERFLOWS).all(|_| trainer.check_forward(f64::NAN).is_none()));
+            assert!(trainer.check_forward(1.0).is_none());
+        }
+        let found = (1..=MAX_FORWARD_OVERFLOWS).find(|_| trainer.check_forward(f64::INFINITY).is_some());
+        assert_eq!(found, Some(MAX_FORWARD_OVERFLOWS));
+        trainer.engine.state.counters.updates = 1;
+        assert!(trainer.check_forward(f64::NAN).is_none(), "the weights are trained");
+    }
+
+    #[test]
+    fn only_consecutive_steps_are_a_divergence() {
+        let mut trainer = trainer();
         for _ in 0..2 {
             assert!((1..DIVERGENCE_STEPS).all(|_| trainer.check_divergence(100.0).is_none()));
             assert!(trainer.check_divergence(1.0).is_none());

@@ -465,6 +465,32 @@ mod tests {
         });
     }
 
+    /// A slow connection is not a lost one.
+    #[test]
+    fn only_silence_ends_an_exchange() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut other = connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        configure(&stream).unwrap();
+        let mut job = Job::new(0, |message| panic!("{message}")).unwrap();
+        job.limit = Duration::from_secs(1);
+        let pause = job.limit / 2;
+        let group = Tcp { streams: vec![None, Some(stream)], job };
+        let receive = |bytes| (&group as &dyn ProcessGroup).receive(1, &mut vec![0; bytes]).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..4 {
+                    thread::sleep(pause);
+                    other.write_all(&[1]).unwrap();
+                }
+            });
+            receive(4);
+            let ended = scope.spawn(|| receive(1)).join().unwrap_err();
+            let message = ended.downcast::<String>().unwrap();
+            assert!(message.starts_with("no message from process 1 for 1 s; aborting the job"), "{message}");
+        });
+    }
+
     #[test]
     fn processes_exchange_bytes_and_notice_an_end() {
         const BIG: usize = 3 << 20;

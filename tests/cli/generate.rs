@@ -137,6 +137,22 @@ fn a_prepared_cache_keeps_the_tokens_that_the_prompt_begins_with() {
     }
 }
 
+/// A convolution's cache has the last tokens only.
+#[test]
+fn a_cache_of_convolutions_goes_back_one_token_or_to_the_start() {
+    let policy = PrecisionPolicy::FP32;
+    let (model, weights) = golden("families/lfm2", policy);
+    let mut cache = KvCache::empty(policy, &Device::Cpu);
+    for (prompt, kept) in [(vec![1, 2, 3, 4, 5, 6], 0), (vec![1, 2, 3, 4, 5, 7, 8], 5), (vec![1, 2, 3, 9], 0)] {
+        cache.prepare(model.spec(), &prompt, 12).unwrap();
+        assert_eq!(cache.reusable(model.spec(), 0, prompt.len()), kept, "{prompt:?}");
+        let hidden = model.decode(&weights, &prompt[kept..], &mut cache).unwrap();
+        let logits = model.logits(&weights, hidden).unwrap();
+        let all = full_logits(&model, &weights, policy, &prompt).narrow(0, kept, prompt.len() - kept).unwrap();
+        assert_eq!(values(&logits), values(&all), "{prompt:?}");
+    }
+}
+
 #[test]
 fn a_cache_refuses_what_does_not_fit() {
     let (model, weights) = golden("narrow", PrecisionPolicy::FP32);

@@ -527,7 +527,7 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", spec.num_layers);
         return Err(Error::config(format!("precision.{key}"), message));
     }
-    if fp8.is_some() && (spec.experts.is_some() || spec.short_conv.is_some()) {
+    if config.precision.fp8.block.is_some() && (spec.experts.is_some() || spec.short_conv.is_some()) {
         let message = "the FP8 simulation does not support mixtures of experts and short convolutions";
         return Err(Error::config("precision.fp8.block", message));
     }
@@ -585,4 +585,24 @@ pub fn engine(
     };
     kept.into_iter().try_for_each(|unit| engine.change_dtype(unit, config.precision.fallback_dtype))?;
     Ok(engine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: `all` was accepted, and only some of the products were rounded.
+    #[test]
+    fn models_with_other_products_have_no_fp8_simulation() {
+        for model in [r#"{"model_type": "olmoe"}"#, r#"{"model_type": "lfm2", "full_attn_idxs": [1]}"#] {
+            let spec = ModelSpec::from_json(model.as_bytes(), "config.json").unwrap();
+            for blocks in ["all", "0"] {
+                let mut config = Config::default();
+                check_blocks(&config, &spec, &[]).unwrap();
+                config.precision.fp8.block = Some(blocks.parse().unwrap());
+                let error = check_blocks(&config, &spec, &[]).unwrap_err().to_string();
+                assert!(error.contains("precision.fp8.block"), "{model}: {error}");
+            }
+        }
+    }
 }

@@ -195,14 +195,14 @@ fn target_name(spec: &ModelSpec, layer: ModuleId) -> String {
 fn shortest_names(all: &BTreeMap<String, ModuleId>, layers: &BTreeSet<ModuleId>, by_letters: bool) -> Vec<String> {
     let blocks: BTreeSet<&str> =
         all.keys().flat_map(|name| name.match_indices('.').map(|(end, _)| &name[..end])).collect();
+    let others = all.iter().filter(|(_, layer)| !layers.contains(layer)).map(|(name, _)| name.as_str());
+    let others: Vec<&str> = others.chain(blocks).collect();
     let mut names = BTreeSet::new();
     for whole in all.iter().filter(|(_, layer)| layers.contains(layer)).map(|(name, _)| name) {
         let starts = whole.rmatch_indices('.').map(|(at, _)| at + 1).chain([0]);
         let means = |other: &str, name: &str| {
             other.strip_suffix(name).is_some_and(|rest| by_letters || rest.is_empty() || rest.ends_with('.'))
         };
-        let others = all.iter().filter(|(_, layer)| !layers.contains(layer)).map(|(name, _)| name.as_str());
-        let others: Vec<&str> = others.chain(blocks.iter().copied()).collect();
         let fits = |start: &usize| !others.iter().any(|other| means(other, &whole[*start..]));
         let start = starts.into_iter().find(fits).unwrap_or(0);
         names.insert(whole[start..].to_owned());

@@ -107,8 +107,8 @@ fn inner_size(keys: &ConfigReader<'_>, size: usize) -> Result<usize, String> {
 
 /// Whether each layer has a convolution: by `layer_types` or, without that key, if `full_attn_idxs` leaves it out.
 fn convolutions(keys: &ConfigReader<'_>, layers: usize) -> Result<Vec<bool>, String> {
-    if keys.0.get("layer_types").is_some_and(|types| !types.is_null()) {
-        return llama::layers_of_type(keys, layers, ["full_attention", "conv"]);
+    if let Some(types) = keys.0.get("layer_types").filter(|types| !types.is_null()) {
+        return llama::layers_of_type(types, layers, ["full_attention", "conv"]);
     }
     match keys.0.get("full_attn_idxs") {
         None | Some(Value::Null) => Ok(vec![false; layers]),

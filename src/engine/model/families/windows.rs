@@ -36,19 +36,14 @@ pub(super) fn sliding_layers(
 ) -> Result<Vec<bool>, String> {
     match keys.0.get("layer_types") {
         None | Some(Value::Null) => Ok((0..layers).map(default).collect()),
-        Some(_) => layers_of_type(keys, layers, ["full_attention", "sliding_attention"]),
+        Some(types) => layers_of_type(types, layers, ["full_attention", "sliding_attention"]),
     }
 }
 
-/// Whether each layer in `layer_types` has the second of these types; all others must have the first.
-pub(super) fn layers_of_type(
-    keys: &ConfigReader<'_>,
-    layers: usize,
-    [first, second]: [&str; 2],
-) -> Result<Vec<bool>, String> {
-    let types = match keys.0.get("layer_types") {
-        Some(Value::Array(types)) => types,
-        other => return Err(format!("`layer_types` is {}; it must be a list", other.unwrap_or(&Value::Null))),
+/// Whether each layer in the value of `layer_types` has the second of these types; all others must have the first.
+pub(super) fn layers_of_type(types: &Value, layers: usize, [first, second]: [&str; 2]) -> Result<Vec<bool>, String> {
+    let Value::Array(types) = types else {
+        return Err(format!("`layer_types` is {types}; it must be a list"));
     };
     if types.len() != layers {
         return Err(format!("`layer_types` has {} entries for `num_hidden_layers` = {layers}", types.len()));

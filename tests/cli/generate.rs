@@ -118,22 +118,30 @@ fn a_truncated_cache_goes_on_from_there() {
     assert!(distance(&values(&after), &values(&whole)) < 1e-6);
 }
 
+/// Prepares a cache for each prompt and capacity in turn, and decodes the tokens after those that it must keep.
+fn check_prepared(
+    (model, weights): &(Decoder, Parameters),
+    policy: PrecisionPolicy,
+    prompts: &[(Vec<u32>, usize, usize)],
+) {
+    let mut cache = KvCache::empty(policy, &Device::Cpu);
+    for (prompt, capacity, kept) in prompts {
+        cache.prepare(model.spec(), prompt, *capacity).unwrap();
+        assert_eq!(cache.reusable(model.spec(), 0, prompt.len()), *kept, "{policy}: {prompt:?}");
+        assert!(cache.capacity() >= *capacity);
+        let hidden = model.decode(weights, &prompt[*kept..], &mut cache).unwrap();
+        let logits = model.logits(weights, hidden).unwrap();
+        let all = full_logits(model, weights, policy, prompt).narrow(0, *kept, prompt.len() - kept).unwrap();
+        assert_eq!(values(&logits), values(&all), "{policy}: {prompt:?}");
+    }
+}
+
 #[test]
 fn a_prepared_cache_keeps_the_tokens_that_the_prompt_begins_with() {
+    let prompts =
+        [(vec![1, 2, 3], 8, 0), (vec![1, 2, 3, 9, 8], 20, 3), (vec![1, 2, 3, 9, 8], 10, 4), (vec![2; 30], 30, 0)];
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
-        let (model, weights) = tiny(policy);
-        let mut cache = KvCache::empty(policy, &Device::Cpu);
-        for (prompt, capacity, kept) in
-            [(vec![1, 2, 3], 8, 0), (vec![1, 2, 3, 9, 8], 20, 3), (vec![1, 2, 3, 9, 8], 10, 4), (vec![2; 30], 30, 0)]
-        {
-            cache.prepare(model.spec(), &prompt, capacity).unwrap();
-            assert_eq!(cache.reusable(model.spec(), 0, prompt.len()), kept, "{policy}: {prompt:?}");
-            assert!(cache.capacity() >= capacity);
-            let hidden = model.decode(&weights, &prompt[kept..], &mut cache).unwrap();
-            let logits = model.logits(&weights, hidden).unwrap();
-            let all = full_logits(&model, &weights, policy, &prompt).narrow(0, kept, prompt.len() - kept).unwrap();
-            assert_eq!(values(&logits), values(&all), "{policy}: {prompt:?}");
-        }
+        check_prepared(&tiny(policy), policy, &prompts);
     }
 }
 
@@ -141,16 +149,8 @@ fn a_prepared_cache_keeps_the_tokens_that_the_prompt_begins_with() {
 #[test]
 fn a_cache_of_convolutions_goes_back_one_token_or_to_the_start() {
     let policy = PrecisionPolicy::FP32;
-    let (model, weights) = golden("families/lfm2", policy);
-    let mut cache = KvCache::empty(policy, &Device::Cpu);
-    for (prompt, kept) in [(vec![1, 2, 3, 4, 5, 6], 0), (vec![1, 2, 3, 4, 5, 7, 8], 5), (vec![1, 2, 3, 9], 0)] {
-        cache.prepare(model.spec(), &prompt, 12).unwrap();
-        assert_eq!(cache.reusable(model.spec(), 0, prompt.len()), kept, "{prompt:?}");
-        let hidden = model.decode(&weights, &prompt[kept..], &mut cache).unwrap();
-        let logits = model.logits(&weights, hidden).unwrap();
-        let all = full_logits(&model, &weights, policy, &prompt).narrow(0, kept, prompt.len() - kept).unwrap();
-        assert_eq!(values(&logits), values(&all), "{prompt:?}");
-    }
+    let prompts = [(vec![1, 2, 3, 4, 5, 6], 12, 0), (vec![1, 2, 3, 4, 5, 7, 8], 12, 5), (vec![1, 2, 3, 9], 12, 0)];
+    check_prepared(&golden("families/lfm2", policy), policy, &prompts);
 }
 
 #[test]

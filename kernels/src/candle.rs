@@ -6,6 +6,7 @@
 mod attention;
 mod cross_entropy;
 mod embedding;
+mod gated_delta;
 mod glu;
 mod norm;
 mod rope;
@@ -83,6 +84,9 @@ impl Kernels for CandleKernels {
             Op::ShortConv(op) => short_conv::forward(op),
             Op::ShortConvBackward(op) => short_conv::backward(op),
             Op::DecodeShortConv(op) => short_conv::decode(op),
+            Op::GatedDelta(op) => gated_delta::forward(op),
+            Op::GatedDeltaBackward(op) => gated_delta::backward(op),
+            Op::DecodeGatedDelta(op) => gated_delta::decode(op),
         }?;
         Ok(Ran::Done)
     }

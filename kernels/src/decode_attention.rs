@@ -21,16 +21,24 @@ pub struct LayerKvCache {
     pub(super) values: Tensor,
 }
 
-/// New tokens of a sequence, and the tokens before them.
-#[derive(Clone, Copy, Debug)]
-pub struct CachedSequence<'a> {
-    /// Keys and values of all its tokens.
-    pub cache: &'a LayerKvCache,
+/// New tokens of a sequence, and a layer's cache of the tokens before them.
+#[derive(Debug)]
+pub struct CachedSequence<'a, C = LayerKvCache> {
+    /// Data of the tokens before.
+    pub cache: &'a C,
     /// Tokens in the cache before the new ones.
     pub past: usize,
     /// New tokens.
     pub new: usize,
 }
+
+impl<C> Clone for CachedSequence<'_, C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for CachedSequence<'_, C> {}
 
 impl LayerKvCache {
     /// Room for `capacity` tokens.

@@ -3,8 +3,8 @@
 use super::matmul::{GemmShape, buffer_bytes};
 use super::op::Op;
 use super::{
-    Activation, Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, math,
-    norm, residual, rope, route, short_conv, summary, view,
+    Activation, Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gated_delta, gelu, glu,
+    linear, math, norm, residual, rope, route, short_conv, summary, view,
 };
 use candle_core::Result;
 
@@ -61,6 +61,9 @@ impl Kernels for Fused {
             Op::ShortConv(op) => short_conv::forward(op),
             Op::ShortConvBackward(op) => short_conv::backward(op),
             Op::DecodeShortConv(op) => short_conv::decode(op),
+            Op::GatedDelta(op) => gated_delta::forward(op),
+            Op::GatedDeltaBackward(op) => gated_delta::backward(op),
+            Op::DecodeGatedDelta(op) => gated_delta::decode(op),
         }?;
         Ok(Ran::Done)
     }

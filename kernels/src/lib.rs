@@ -20,6 +20,7 @@ pub mod dropout;
 pub mod embedding;
 pub mod fp8;
 mod fused;
+pub mod gated_delta;
 pub mod gelu;
 pub mod glu;
 pub mod isa;

@@ -84,11 +84,17 @@ pub fn soft_cap(x: &mut [f32], cap: f32) {
 
 /// The logistic function of `x` and its complement, each with its full relative accuracy.
 #[inline(always)]
-fn logistic(x: f32) -> (f32, f32) {
+pub(crate) fn logistic(x: f32) -> (f32, f32) {
     // Of a negative number, so that it cannot overflow.
     let small = exp(-x.abs());
     let (part, rest) = if x < 0.0 { (small, 1.0) } else { (1.0, small) };
     (part / (1.0 + small), rest / (1.0 + small))
+}
+
+/// Softplus, ln(1 + exp(x)); its logarithm is the standard library's.
+#[inline(always)]
+pub(crate) fn softplus(x: f32) -> f32 {
+    x.max(0.0) + exp(-x.abs()).ln_1p()
 }
 
 /// GELU's gate (1 + tanh(u)) / 2 at `x`, which is already clamped. It is computed as the logistic function of 2u, which keeps

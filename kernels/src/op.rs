@@ -11,6 +11,7 @@ use super::attention::{AttentionInputs, AttentionShape};
 use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
+pub use super::gated_delta::{DecodeGatedDelta, GatedDelta, GatedDeltaBackward};
 use super::rope::{CosSinCache, Direction, PositionIds};
 pub use super::route::{Route, RouteBackward, ScaleRows};
 pub use super::short_conv::{DecodeShortConv, ShortConv, ShortConvBackward};
@@ -79,7 +80,10 @@ operations!(
     ScaleRows,
     ShortConv,
     ShortConvBackward,
-    DecodeShortConv
+    DecodeShortConv,
+    GatedDelta,
+    GatedDeltaBackward,
+    DecodeGatedDelta
 );
 
 /// `x = 0`.

@@ -232,7 +232,7 @@ fn lane_sum<const N: usize>(inputs: [&[f32]; N], f: impl Fn([f32; N]) -> f32) ->
 
 /// The sum of the lanes, in a fixed order.
 #[inline(always)]
-fn lane_total(mut lanes: [f32; LANES]) -> f32 {
+pub(crate) fn lane_total(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {

@@ -5,6 +5,7 @@
 
 use crate::attention::upcast;
 use crate::columns::{ColumnReader, ColumnSlice};
+use crate::decode_attention::CachedSequence;
 use crate::rope::PositionIds;
 use crate::rows::{Rows, STRIPE, WORK, column_sums, for_each_part_with_scratch, par_columns, with_scratch};
 use crate::view::{ReadGuard, View, read, write, write_f32};
@@ -55,15 +56,7 @@ pub struct DecodeShortConv<'a> {
 }
 
 /// New tokens of a sequence, and the tokens before them.
-#[derive(Clone, Copy, Debug)]
-pub struct ConvSequence<'a> {
-    /// The sequence's last tokens.
-    pub cache: &'a ConvCache,
-    /// Tokens before the new ones.
-    pub past: usize,
-    /// New tokens.
-    pub new: usize,
-}
+pub type ConvSequence<'a> = CachedSequence<'a, ConvCache>;
 
 /// The products `b · x` of a sequence's last K tokens.
 #[derive(Debug)]
@@ -93,7 +86,8 @@ fn fits(input: &Tensor, weight: &Tensor, out: &Tensor) -> Result<bool> {
     Ok(matrices && weight.dims() == [width, 1, taps] && width > 0 && taps > 0)
 }
 
-fn have_positions(positions: PositionIds<'_>, rows: usize) -> bool {
+/// Whether each of `rows` rows has a position, and sequences begin in them.
+pub(crate) fn have_positions(positions: PositionIds<'_>, rows: usize) -> bool {
     positions.seq_len > 0 && positions.past == 0 && positions.documents.is_none_or(|starts| starts.len() == rows)
 }
 
@@ -153,33 +147,33 @@ fn multiply(a: &mut [f32], b: &[f32]) {
 
 /// `sum += a · b`.
 #[inline(always)]
-fn add_product(sum: &mut [f32], a: &[f32], b: &[f32]) {
+pub(crate) fn add_product(sum: &mut [f32], a: &[f32], b: &[f32]) {
     for ((sum, a), b) in sum.iter_mut().zip(a).zip(b) {
         *sum += a * b;
     }
 }
 
 /// The weights of each number of tokens before, `[K, D]`.
-struct Taps {
+pub(crate) struct Taps {
     width: usize,
     values: Vec<f32>,
 }
 
 impl Taps {
-    fn read(weight: &Tensor) -> Result<Self> {
+    pub(crate) fn read(weight: &Tensor) -> Result<Self> {
         let [width, taps] = sizes(weight)?;
         let stored = upcast(weight)?;
         let values = (0..taps * width).map(|i| stored[i % width * taps + taps - 1 - i / width]).collect();
         Ok(Self { width, values })
     }
 
-    fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.values.len() / self.width
     }
 
     /// The weights of the token `before` places earlier.
     #[inline(always)]
-    fn of(&self, before: usize) -> &[f32] {
+    pub(crate) fn of(&self, before: usize) -> &[f32] {
         &self.values[before * self.width..][..self.width]
     }
 

@@ -10,6 +10,7 @@ use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use finetune::engine::kernels::columns::{ColumnSlice, WriteMode};
 use finetune::engine::kernels::cross_entropy::{self, CrossEntropyWorkspace, HeadGradient, HeadInput, IGNORE};
 use finetune::engine::kernels::embedding::scale_of_width;
+use finetune::engine::kernels::gated_delta::DeltaHeads;
 use finetune::engine::kernels::op;
 use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases, check_family};
 use finetune::engine::kernels::rope::{Direction, PositionIds};
@@ -28,6 +29,20 @@ fn results_are_within_their_bounds() {
         let failures: Vec<String> = cases().into_iter().filter_map(check).map(|error| error.to_string()).collect();
         assert!(failures.is_empty(), "{}:\n{}", kernels.name(), failures.join("\n"));
     }
+}
+
+#[test]
+fn decoded_rows_of_gated_delta_layers_have_the_bits_of_the_forward_pass() {
+    let mut compared = 0;
+    for case in cases() {
+        if !matches!(case.operation, Operation::GatedDelta { documents: &[], .. }) {
+            continue;
+        }
+        let results = case.compute(&Fused, &Device::Cpu, 1).unwrap();
+        assert_eq!(values(&results[0]), values(&results[1]), "{case:?}");
+        compared += 1;
+    }
+    assert!(compared > 8, "{compared}");
 }
 
 /// A preflight draws numbers that no test has seen, and must not reject correct kernels.
@@ -198,32 +213,95 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             plain(vec![x.clone()], Box::new(compute), value, x, gradients)
         }
         Operation::ShortConv { sizes: [seq_len, width, taps], documents, .. } => {
-            let starts = if documents.is_empty() { vec![0; 2 * seq_len] } else { cases::starts(seq_len, documents) };
+            let starts = document_starts(seq_len, documents);
             let compute = move |x: &[Tensor]| {
                 let part = |i| x[0].narrow(1, i * width, width)?.contiguous();
-                let products = (part(0)? * part(2)?)?;
-                let weight = x[1].reshape((width, taps))?.t()?.contiguous()?;
-                // A row that no token has is zero.
-                let padded = Tensor::cat(&[&products, &products.zeros_like()?.narrow(0, 0, 1)?], 0)?;
-                let mut sum = products.zeros_like()?;
-                for before in 0..taps {
-                    let source = |row: usize| {
-                        let inside = row % seq_len >= before + starts[row] as usize;
-                        (if inside { row - before } else { 2 * seq_len }) as u32
-                    };
-                    let rows = Tensor::new((0..2 * seq_len).map(source).collect::<Vec<_>>(), &Device::Cpu)?;
-                    let term =
-                        padded.index_select(&rows, 0)?.broadcast_mul(&weight.narrow(0, taps - 1 - before, 1)?)?;
-                    sum = (sum + term)?;
-                }
-                part(1)? * sum
+                part(1)? * convolution(&(part(0)? * part(2)?)?, &x[1].reshape((width, taps))?, seq_len, &starts)?
             };
             let inputs = ["input", "weight"].map(operand).into();
             let gradients = ["dinput", "dweight"].map(result).into();
             plain(inputs, Box::new(compute), Some(result("out")), operand("dy"), gradients)
         }
+        Operation::GatedDelta { heads, sizes: [seq_len, taps], documents, .. } => {
+            let starts = document_starts(seq_len, documents);
+            let compute = move |x: &[Tensor]| {
+                let channels = heads.channels();
+                let inputs = x[0].narrow(1, 0, channels)?.contiguous()?;
+                let mixed = convolution(&inputs, &x[1].reshape((channels, taps))?, seq_len, &starts)?;
+                let rest = x[0].narrow(1, channels, heads.input_width() - channels)?.contiguous()?;
+                gated_delta(heads, &reference::silu(&mixed)?, &rest, &x[2..], seq_len, &starts)
+            };
+            let inputs = ["input", "conv", "a_log", "dt_bias", "norm"].map(operand).into();
+            let gradients = ["dinput", "dconv", "da_log", "ddt_bias", "dnorm"].map(result).into();
+            plain(inputs, Box::new(compute), Some(result("out")), operand("dy"), gradients)
+        }
         _ => None,
     }
+}
+
+/// The starts of the documents of two sequences; zeros if each sequence is one document.
+fn document_starts(seq_len: usize, documents: cases::Documents) -> Vec<u32> {
+    if documents.is_empty() { vec![0; 2 * seq_len] } else { cases::starts(seq_len, documents) }
+}
+
+/// The causal convolution of each column of `x` with a row of `weight`, whose last element is for the token itself.
+fn convolution(x: &Tensor, weight: &Tensor, seq_len: usize, starts: &[u32]) -> Result<Tensor> {
+    let weight = weight.t()?.contiguous()?;
+    let (taps, rows) = (weight.dim(0)?, x.dim(0)?);
+    // A row that no token has is zero.
+    let padded = Tensor::cat(&[x, &x.zeros_like()?.narrow(0, 0, 1)?], 0)?;
+    let mut sum = x.zeros_like()?;
+    for before in 0..taps {
+        let source = |row: usize| {
+            let inside = row % seq_len >= before + starts[row] as usize;
+            (if inside { row - before } else { rows }) as u32
+        };
+        let index = Tensor::new((0..rows).map(source).collect::<Vec<_>>(), &Device::Cpu)?;
+        let term = padded.index_select(&index, 0)?.broadcast_mul(&weight.narrow(0, taps - 1 - before, 1)?)?;
+        sum = (sum + term)?;
+    }
+    Ok(sum)
+}
+
+/// A gated delta layer after its convolution, token by token. `rest` has the columns `z`, `b` and `a`, and `params` are `a_log`,
+/// `dt_bias` and the norm's weight.
+fn gated_delta(
+    heads: DeltaHeads,
+    mixed: &Tensor,
+    rest: &Tensor,
+    params: &[Tensor],
+    seq_len: usize,
+    starts: &[u32],
+) -> Result<Tensor> {
+    let DeltaHeads { key_heads, value_heads, key_dim, value_dim } = heads;
+    let [a_log, dt_bias, norm] = params else { unreachable!() };
+    let mut rows = Vec::new();
+    let mut states = Vec::new();
+    for (row, start) in starts.iter().enumerate() {
+        if row % seq_len == *start as usize {
+            states = vec![Tensor::zeros((key_dim, value_dim), DType::F64, &Device::Cpu)?; value_heads];
+        }
+        let of = |x: &Tensor, first: usize, count: usize| x.narrow(0, row, 1)?.narrow(1, first, count)?.contiguous();
+        let unit = |x: Tensor| x.broadcast_div(&(x.sqr()?.sum_all()? + f64::from(1e-6f32))?.sqrt()?);
+        for (head, state) in states.iter_mut().enumerate() {
+            let key_head = head / (value_heads / key_heads);
+            let query = (unit(of(mixed, key_head * key_dim, key_dim)?)? / (key_dim as f64).sqrt())?;
+            let key = unit(of(mixed, heads.keys() + key_head * key_dim, key_dim)?)?;
+            let value = of(mixed, 2 * heads.keys() + head * value_dim, value_dim)?;
+            let z = of(rest, head * value_dim, value_dim)?;
+            let b = of(rest, heads.values() + head, 1)?;
+            let a = of(rest, heads.values() + value_heads + head, 1)?;
+            let strength = (b.neg()?.exp()? + 1.0)?.recip()?;
+            let step = ((a + dt_bias.narrow(0, head, 1)?.reshape((1, 1))?)?.exp()? + 1.0)?.log()?;
+            let decay = (a_log.narrow(0, head, 1)?.reshape((1, 1))?.exp()? * step)?.neg()?.exp()?;
+            let decayed = state.broadcast_mul(&decay)?;
+            let change = (value - key.matmul(&decayed)?)?.broadcast_mul(&strength)?;
+            *state = (decayed + key.t()?.contiguous()?.matmul(&change)?)?;
+            let output = query.matmul(state)?;
+            rows.push((reference::rms_norm(&output, norm, 0.0, f64::from(0.01f32))? * reference::silu(&z)?)?);
+        }
+    }
+    Tensor::cat(&rows, 1)?.reshape((mixed.dim(0)?, heads.values()))
 }
 
 impl Plain {

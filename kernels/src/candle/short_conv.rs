@@ -12,7 +12,7 @@ fn parts(input: &Tensor) -> Result<[ColumnSlice<'_>; 3]> {
 }
 
 /// The weights of each number of tokens before, `[1, D]` each.
-fn taps(weight: &Tensor) -> Result<Vec<Tensor>> {
+pub(super) fn taps(weight: &Tensor) -> Result<Vec<Tensor>> {
     let [width, taps] = sizes(weight)?;
     let by_tap = upcast(weight)?.reshape((width, taps))?.t()?.contiguous()?;
     (0..taps).map(|before| by_tap.narrow(0, taps - 1 - before, 1)).collect()
@@ -55,7 +55,8 @@ fn sum(mut terms: impl Iterator<Item = Result<Tensor>>, zero: &Tensor) -> Result
     terms.try_fold(zero.zeros_like()?, |sum, term| sum + term?)
 }
 
-fn convolved(products: &Tensor, taps: &[Tensor], positions: PositionIds<'_>) -> Result<Tensor> {
+/// The convolution of whole sequences.
+pub(super) fn convolved(products: &Tensor, taps: &[Tensor], positions: PositionIds<'_>) -> Result<Tensor> {
     let term = |(before, tap): (usize, &Tensor)| earlier(products, before, positions)?.broadcast_mul(tap);
     sum(taps.iter().enumerate().map(term), products)
 }
@@ -83,29 +84,33 @@ pub(super) fn backward(op: &ShortConvBackward<'_>) -> Result<()> {
     store(&Tensor::stack(&by_tap, 1)?.contiguous()?.reshape(dweight.shape())?, dweight)
 }
 
+/// The convolution of `products`, the rows after the first `past` ones of a sequence, whose last ones are in `cached`; adds the new
+/// ones there.
+pub(super) fn convolved_after(products: &Tensor, cached: &Tensor, past: usize, taps: &[Tensor]) -> Result<Tensor> {
+    let (new, count) = (products.dim(0)?, taps.len());
+    let known = past.min(count - 1);
+    let places: Vec<u32> = (past - known..past).map(|position| (position % count) as u32).collect();
+    let mut rows = vec![zeros(count - 1 - known, products)?];
+    if known > 0 {
+        rows.push(rows_at(cached, &places)?);
+    }
+    rows.push(products.clone());
+    let rows = Tensor::cat(&rows, 0)?;
+    for row in new.saturating_sub(count)..new {
+        cached.slice_set(&products.narrow(0, row, 1)?.contiguous()?, 0, (past + row) % count)?;
+    }
+    let term = |(before, tap): (usize, &Tensor)| rows.narrow(0, count - 1 - before, new)?.broadcast_mul(tap);
+    sum(taps.iter().enumerate().map(term), products)
+}
+
 pub(super) fn decode(op: &DecodeShortConv<'_>) -> Result<()> {
     let [b, c, x] = parts(op.input)?.map(upcast_columns);
     let (products, c, taps) = ((b? * x?)?, c?, taps(op.weight)?);
-    let count = taps.len();
     let mut first = 0;
     for &ConvSequence { cache, past, new } in op.sequences {
-        let cached = past.min(count - 1);
-        let places: Vec<u32> = (past - cached..past).map(|position| (position % count) as u32).collect();
-        let new_products = products.narrow(0, first, new)?.contiguous()?;
-        let mut rows = vec![zeros(count - 1 - cached, &products)?];
-        if cached > 0 {
-            rows.push(rows_at(&cache.products, &places)?);
-        }
-        rows.push(new_products.clone());
-        let rows = Tensor::cat(&rows, 0)?;
-        let term = |(before, tap): (usize, &Tensor)| rows.narrow(0, count - 1 - before, new)?.broadcast_mul(tap);
-        let convolved = sum(taps.iter().enumerate().map(term), &new_products)?;
-        let y = (c.narrow(0, first, new)?.contiguous()? * convolved)?;
-        store(&y, &op.out.narrow(0, first, new)?)?;
-        for row in new.saturating_sub(count)..new {
-            let product = new_products.narrow(0, row, 1)?.contiguous()?;
-            cache.products.slice_set(&product, 0, (past + row) % count)?;
-        }
+        let part = |x: &Tensor| x.narrow(0, first, new)?.contiguous();
+        let convolved = convolved_after(&part(&products)?, &cache.products, past, &taps)?;
+        store(&(part(&c)? * convolved)?, &op.out.narrow(0, first, new)?)?;
         first += new;
     }
     Ok(())

@@ -8,6 +8,7 @@ use crate::attention::AttentionShape;
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::dropout::Dropout;
+use crate::gated_delta::DeltaHeads;
 use crate::precision::ExponentHistogram;
 use crate::random::{Domain, Stream};
 use crate::rope::{CosSinCache, Direction, PositionIds};
@@ -20,6 +21,7 @@ use std::collections::BTreeMap;
 
 mod adamw;
 mod attention;
+mod gated_delta;
 mod short_conv;
 pub(crate) mod table;
 
@@ -78,6 +80,8 @@ pub enum Operation {
     Route { sizes: [usize; 3], settings: RouterSettings, dtype: DType },
     /// [`op::ShortConv`], its gradients, and its rows by [`op::DecodeShortConv`]: tokens of each of two sequences, channels and taps.
     ShortConv { sizes: [usize; 3], documents: Documents, dtype: DType },
+    /// [`op::GatedDelta`], its gradients, and its rows by [`op::DecodeGatedDelta`]: tokens of each of two sequences, and taps.
+    GatedDelta { heads: DeltaHeads, sizes: [usize; 2], documents: Documents, dtype: DType },
     /// [`op::Sum`] of numbers times a factor.
     Sum { len: usize, factor: f32, dtype: DType },
 }
@@ -304,6 +308,9 @@ impl Operation {
             }
             Self::Route { sizes, settings, dtype } => route(t, sizes, settings, dtype),
             Self::ShortConv { sizes, documents, dtype } => short_conv::short_conv(t, sizes, documents, dtype),
+            Self::GatedDelta { heads, sizes, documents, dtype } => {
+                gated_delta::gated_delta(t, heads, sizes, documents, dtype)
+            }
             Self::Sum { len, factor, dtype } => sum(t, &t.gradient(len, Some(factor), false, dtype)?),
         }
     }

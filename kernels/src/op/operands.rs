@@ -100,6 +100,20 @@ impl Op<'_> {
                 let caches = op.sequences.iter().map(|sequence| [Some(&sequence.cache.products)]);
                 caches.for_each(|products| all(&products, &products));
             }
+            Self::GatedDelta(op) => {
+                all(&op.params.all().map(Some), &[]);
+                all(&[Some(op.input)], &[Some(op.out)]);
+            }
+            Self::GatedDeltaBackward(op) => {
+                all(&op.params.all().map(Some), &op.gradients.all());
+                all(&[op.input, op.dy].map(Some), &[Some(op.dinput)]);
+            }
+            Self::DecodeGatedDelta(op) => {
+                all(&op.params.all().map(Some), &[]);
+                all(&[Some(op.input)], &[Some(op.out)]);
+                let caches = op.sequences.iter().map(|it| [&it.cache.inputs, &it.cache.states].map(Some));
+                caches.for_each(|cached| all(&cached, &cached));
+            }
         }
     }
 
@@ -214,6 +228,9 @@ impl Op<'_> {
             Self::ShortConv(op) => op.fits()?,
             Self::ShortConvBackward(op) => op.fits()?,
             Self::DecodeShortConv(op) => op.fits()?,
+            Self::GatedDelta(op) => op.fits()?,
+            Self::GatedDeltaBackward(op) => op.fits()?,
+            Self::DecodeGatedDelta(op) => op.fits()?,
         })
     }
 }

@@ -3,6 +3,7 @@
 use super::{Case, Documents, Operation};
 use crate::attention::AttentionShape;
 use crate::columns::WriteMode;
+use crate::gated_delta::DeltaHeads;
 use crate::rope::Direction;
 use crate::route::RouterSettings;
 use crate::{Activation, Norm, WeightLayout};
@@ -194,6 +195,8 @@ impl Cases {
     /// Operations and sizes that there are no CUDA kernels for.
     fn on_a_cpu(&mut self) {
         const CUT: Documents = &[&[1, 3, 30], &[21]];
+        // The second document goes over several chunks, and others are within one.
+        const LONG: Documents = &[&[5, 129], &[60, 70, 128]];
         for dtype in TYPES {
             for sizes in [[5, 300, 300], [3, 97, 104]] {
                 self.add(Case::CPU, [Operation::CrossEntropy { sizes, softcap: Some(5.0), dtype }]);
@@ -231,6 +234,21 @@ impl Cases {
             for (sizes, documents) in [([1, 1, 1], &[][..]), ([2, 8, 4], &[]), ([70, 130, 3], &[]), ([33, 40, 3], CUT)]
             {
                 self.add(Case::CPU, [Operation::ShortConv { sizes, documents, dtype }]);
+            }
+            let heads = |[key_heads, value_heads, key_dim, value_dim]: [usize; 4]| DeltaHeads {
+                key_heads,
+                value_heads,
+                key_dim,
+                value_dim,
+            };
+            for (sizes, heads, documents) in [
+                ([1, 1], heads([1, 1, 3, 2]), &[][..]),
+                ([9, 4], heads([2, 2, 4, 5]), &[]),
+                ([70, 4], heads([2, 4, 9, 70]), &[]),
+                ([33, 3], heads([1, 3, 5, 7]), CUT),
+                ([131, 4], heads([1, 2, 8, 16]), LONG),
+            ] {
+                self.add(Case::CPU, [Operation::GatedDelta { heads, sizes, documents, dtype }]);
             }
             for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
                 let summary =

@@ -8,6 +8,7 @@ mod cross_entropy;
 mod embedding;
 mod gated_delta;
 mod glu;
+mod head_gate;
 mod norm;
 mod rope;
 mod route;
@@ -87,6 +88,9 @@ impl Kernels for CandleKernels {
             Op::GatedDelta(op) => gated_delta::forward(op),
             Op::GatedDeltaBackward(op) => gated_delta::backward(op),
             Op::DecodeGatedDelta(op) => gated_delta::decode(op),
+            Op::CopyQueries(op) => head_gate::copy_queries(op),
+            Op::GateHeads(op) => head_gate::forward(op),
+            Op::GateHeadsBackward(op) => head_gate::backward(op),
         }?;
         Ok(Ran::Done)
     }

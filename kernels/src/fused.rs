@@ -4,7 +4,7 @@ use super::matmul::{GemmShape, buffer_bytes};
 use super::op::Op;
 use super::{
     Activation, Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gated_delta, gelu, glu,
-    linear, math, norm, residual, rope, route, short_conv, summary, view,
+    head_gate, linear, math, norm, residual, rope, route, short_conv, summary, view,
 };
 use candle_core::Result;
 
@@ -64,6 +64,9 @@ impl Kernels for Fused {
             Op::GatedDelta(op) => gated_delta::forward(op),
             Op::GatedDeltaBackward(op) => gated_delta::backward(op),
             Op::DecodeGatedDelta(op) => gated_delta::decode(op),
+            Op::CopyQueries(op) => head_gate::copy_queries(op),
+            Op::GateHeads(op) => head_gate::forward(op),
+            Op::GateHeadsBackward(op) => head_gate::backward(op),
         }?;
         Ok(Ran::Done)
     }

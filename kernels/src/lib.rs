@@ -23,6 +23,7 @@ mod fused;
 pub mod gated_delta;
 pub mod gelu;
 pub mod glu;
+pub mod head_gate;
 pub mod isa;
 pub mod linear;
 pub mod machine;

@@ -12,6 +12,7 @@ use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
 pub use super::gated_delta::{DecodeGatedDelta, GatedDelta, GatedDeltaBackward};
+pub use super::head_gate::{CopyQueries, GateHeads, GateHeadsBackward};
 use super::rope::{CosSinCache, Direction, PositionIds};
 pub use super::route::{Route, RouteBackward, ScaleRows};
 pub use super::short_conv::{DecodeShortConv, ShortConv, ShortConvBackward};
@@ -83,7 +84,10 @@ operations!(
     DecodeShortConv,
     GatedDelta,
     GatedDeltaBackward,
-    DecodeGatedDelta
+    DecodeGatedDelta,
+    CopyQueries,
+    GateHeads,
+    GateHeadsBackward
 );
 
 /// `x = 0`.

@@ -212,6 +212,22 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 if direction == Direction::Forward { (Some(turned), vec![]) } else { (None, vec![turned]) };
             plain(vec![x.clone()], Box::new(compute), value, x, gradients)
         }
+        Operation::GateHeads { sizes: [rows, heads, head_dim], .. } => {
+            let width = heads * head_dim;
+            let part = move |x: &Tensor, i: usize| {
+                x.reshape((rows, heads, 2, head_dim))?.narrow(2, i, 1)?.contiguous()?.reshape((rows, width))
+            };
+            // Queries and gated heads are one value, so that their gradients add up to the pairs'.
+            let join = |a: Tensor, b: Tensor| Tensor::cat(&[a, b], 1).unwrap();
+            let compute = move |x: &[Tensor]| {
+                let open = (part(&x[0], 1)?.neg()?.exp()? + 1.0)?.recip()?;
+                Tensor::cat(&[part(&x[0], 0)?, (&x[1] * open)?], 1)
+            };
+            let inputs = vec![columns(operand("product"), 1, 2 * width), operand("x")];
+            let value = Some(join(result("queries"), result("out")));
+            let seed = join(operand("dqueries"), operand("dy"));
+            plain(inputs, Box::new(compute), value, seed, ["dpairs", "dx"].map(result).into())
+        }
         Operation::ShortConv { sizes: [seq_len, width, taps], documents, .. } => {
             let starts = document_starts(seq_len, documents);
             let compute = move |x: &[Tensor]| {

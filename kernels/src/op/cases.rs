@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 mod adamw;
 mod attention;
 mod gated_delta;
+mod head_gate;
 mod short_conv;
 pub(crate) mod table;
 
@@ -82,6 +83,8 @@ pub enum Operation {
     ShortConv { sizes: [usize; 3], documents: Documents, dtype: DType },
     /// [`op::GatedDelta`], its gradients, and its rows by [`op::DecodeGatedDelta`]: tokens of each of two sequences, and taps.
     GatedDelta { heads: DeltaHeads, sizes: [usize; 2], documents: Documents, dtype: DType },
+    /// [`op::CopyQueries`] in both directions, [`op::GateHeads`] and its gradients: rows, heads and their width.
+    GateHeads { sizes: [usize; 3], dtype: DType },
     /// [`op::Sum`] of numbers times a factor.
     Sum { len: usize, factor: f32, dtype: DType },
 }
@@ -311,6 +314,7 @@ impl Operation {
             Self::GatedDelta { heads, sizes, documents, dtype } => {
                 gated_delta::gated_delta(t, heads, sizes, documents, dtype)
             }
+            Self::GateHeads { sizes, dtype } => head_gate::head_gate(t, sizes, dtype),
             Self::Sum { len, factor, dtype } => sum(t, &t.gradient(len, Some(factor), false, dtype)?),
         }
     }

@@ -6,7 +6,7 @@ use crate::attention::AttentionShape;
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::CachedSequence;
-use crate::rope::PositionIds;
+use crate::rope::{Direction, PositionIds};
 use crate::{Activation, NormSettings, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -99,6 +99,16 @@ impl Op<'_> {
                 all(&[op.input, op.weight].map(Some), &[Some(op.out)]);
                 let caches = op.sequences.iter().map(|sequence| [Some(&sequence.cache.products)]);
                 caches.for_each(|products| all(&products, &products));
+            }
+            Self::CopyQueries(op) => {
+                let (pairs, queries) = (Some(op.pairs.columns.tensor()), Some(op.queries));
+                let [from, to] = if op.direction == Direction::Forward { [pairs, queries] } else { [queries, pairs] };
+                all(&[from], &[to]);
+            }
+            Self::GateHeads(op) => all(&[op.pairs.columns.tensor(), op.x].map(Some), &[Some(op.out)]),
+            Self::GateHeadsBackward(op) => {
+                let written = [op.dx, op.dpairs.columns.tensor()].map(Some);
+                all(&[op.pairs.columns.tensor(), op.x, op.dx].map(Some), &written);
             }
             Self::GatedDelta(op) => {
                 all(&op.params.all().map(Some), &[]);
@@ -228,6 +238,11 @@ impl Op<'_> {
             Self::ShortConv(op) => op.fits()?,
             Self::ShortConvBackward(op) => op.fits()?,
             Self::DecodeShortConv(op) => op.fits()?,
+            Self::CopyQueries(op) => op.pairs.fits(op.queries)?,
+            Self::GateHeads(op) => op.pairs.fits(op.x)? && same_shapes([op.x, op.out]),
+            Self::GateHeadsBackward(op) => {
+                op.pairs.fits(op.x)? && op.dpairs.fits(op.x)? && same_shapes([op.x, op.dx])
+            }
             Self::GatedDelta(op) => op.fits()?,
             Self::GatedDeltaBackward(op) => op.fits()?,
             Self::DecodeGatedDelta(op) => op.fits()?,

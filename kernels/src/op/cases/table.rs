@@ -250,6 +250,9 @@ impl Cases {
             ] {
                 self.add(Case::CPU, [Operation::GatedDelta { heads, sizes, documents, dtype }]);
             }
+            for sizes in [[1, 1, 1], [9, 3, 5], [70, 2, 130]] {
+                self.add(Case::CPU, [Operation::GateHeads { sizes, dtype }]);
+            }
             for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
                 let summary =
                     |broken| Operation::Summarize { len, factor: Some(factor), broken, dtype, exponents: false };

@@ -88,7 +88,7 @@ impl<T> DeltaParams<T> {
     }
 
     /// The results of `f` for each of them.
-    pub(crate) fn try_map<U>(self, f: impl Fn(T) -> Result<U>) -> Result<DeltaParams<U>> {
+    pub fn try_map<U>(self, f: impl Fn(T) -> Result<U>) -> Result<DeltaParams<U>> {
         let Self { conv, a_log, dt_bias, norm } = self;
         Ok(DeltaParams { conv: f(conv)?, a_log: f(a_log)?, dt_bias: f(dt_bias)?, norm: f(norm)? })
     }

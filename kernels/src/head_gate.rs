@@ -61,7 +61,8 @@ impl GatedHeads<'_> {
     /// For each head, its first column among heads, and those of its query and its gate among the pairs.
     fn places(self) -> impl Iterator<Item = [usize; 3]> {
         let width = self.head_dim;
-        (0..self.columns.count() / (2 * width)).map(move |head| [head * width, 2 * head * width, (2 * head + 1) * width])
+        (0..self.columns.count() / (2 * width))
+            .map(move |head| [head * width, 2 * head * width, (2 * head + 1) * width])
     }
 
     /// The rows of a task.
@@ -96,7 +97,9 @@ pub fn copy_queries(op: &CopyQueries<'_>) -> Result<()> {
             [pairs.grain(), pairs.head_dim],
             #[inline(always)]
             |first, rows, (), [head]| {
-                for (row, [at, query, _]) in (first..first + rows).flat_map(|row| pairs.places().map(move |it| (row, it))) {
+                for (row, [at, query, _]) in
+                    (first..first + rows).flat_map(|row| pairs.places().map(move |it| (row, it)))
+                {
                     source.load(row, at, head);
                     // SAFETY: this task alone has the row.
                     unsafe { out.store(row, query, head) };

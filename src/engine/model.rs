@@ -29,6 +29,6 @@ pub use parameters::{Parameters, sample_init};
 pub use rope::{QueryScale, Rope, RopeType};
 pub use spec::{
     Biases, DropoutRates, EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit, ParamRole,
-    ParamSpec, QkNorm, Sliding,
+    ParamSpec, QkNorm, Recurrence, RecurrentLayers, Sliding,
 };
 pub use workspace::{Checkpointing, Workspace, WorkspaceBytes, candle_dtype};

@@ -7,6 +7,7 @@ mod architectures;
 mod model;
 mod mxfp4;
 mod tokenizer;
+mod value_heads;
 mod vocabulary;
 
 pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, gguf_offset};

@@ -58,7 +58,7 @@ impl SiteKind {
             (_, ModuleOp::Norm(_)) => Self::Norm,
             (_, ModuleOp::Linear(_) | ModuleOp::Expert(..) | ModuleOp::Router | ModuleOp::Head) => Self::Product,
             (_, ModuleOp::Attention) => Self::Softmax,
-            (_, ModuleOp::Activation | ModuleOp::ShortConv) => Self::Activation,
+            (_, ModuleOp::Activation | ModuleOp::ShortConv | ModuleOp::GatedDelta) => Self::Activation,
             _ => Self::Residual,
         })
     }

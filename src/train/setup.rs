@@ -527,8 +527,8 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", spec.num_layers);
         return Err(Error::config(format!("precision.{key}"), message));
     }
-    if config.precision.fp8.block.is_some() && (spec.experts.is_some() || spec.short_conv.is_some()) {
-        let message = "the FP8 simulation does not support mixtures of experts and short convolutions";
+    if config.precision.fp8.block.is_some() && (spec.experts.is_some() || spec.recurrent.is_some()) {
+        let message = "the FP8 simulation does not support mixtures of experts and recurrent layers";
         return Err(Error::config("precision.fp8.block", message));
     }
     Ok(())

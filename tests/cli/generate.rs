@@ -145,12 +145,14 @@ fn a_prepared_cache_keeps_the_tokens_that_the_prompt_begins_with() {
     }
 }
 
-/// A convolution's cache has the last tokens only.
+/// A convolution's cache has the last tokens only, and a state has all of them in one.
 #[test]
-fn a_cache_of_convolutions_goes_back_one_token_or_to_the_start() {
+fn a_cache_of_recurrences_goes_back_one_token_or_to_the_start() {
     let policy = PrecisionPolicy::FP32;
     let prompts = [(vec![1, 2, 3, 4, 5, 6], 12, 0), (vec![1, 2, 3, 4, 5, 7, 8], 12, 5), (vec![1, 2, 3, 9], 12, 0)];
     check_prepared(&golden("families/lfm2", policy), policy, &prompts);
+    let prompts = [(vec![1, 2, 3], 12, 0), (vec![1, 2, 3, 4, 5], 12, 3), (vec![1, 2, 3, 4, 7, 8], 12, 0)];
+    check_prepared(&golden("families/qwen3_5", policy), policy, &prompts);
 }
 
 #[test]

@@ -17,24 +17,41 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Exaone4Config, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, Lfm2Config, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
+from transformers import AutoModelForCausalLM, Exaone4Config, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, Lfm2Config, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
 
 
-def in_double(norm):
+def norm_in_double(norm):
     """Lets an RMS norm compute in FP64 where its input is FP64."""
-    narrow, gemma = norm.forward, "Gemma" in type(norm).__name__
-    eps = norm.eps if gemma else norm.variance_epsilon
+    narrow, offset = norm.forward, type(norm).__name__.startswith(("Gemma", "Qwen3_5"))
+    eps = norm.eps if offset else norm.variance_epsilon
 
     def forward(x):
         if x.dtype != torch.float64:
             return narrow(x)
-        gain = 1.0 + norm.weight if gemma else norm.weight
+        gain = 1.0 + norm.weight if offset else norm.weight
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
     norm.forward = forward
+
+
+def delta_in_double(layer):
+    """Lets a layer with a gated delta rule compute in FP64 where its input is FP64: it widens to FP32 by these two methods."""
+    narrow, widen, to = layer.forward, torch.Tensor.float, torch.Tensor.to
+
+    def forward(hidden_states, **keys):
+        if hidden_states.dtype != torch.float64:
+            return narrow(hidden_states, **keys)
+        torch.Tensor.float = lambda x: x
+        torch.Tensor.to = lambda x, *target, **how: x if target[0] == torch.float32 else to(x, *target, **how)
+        try:
+            return narrow(hidden_states, **keys)
+        finally:
+            torch.Tensor.float, torch.Tensor.to = widen, to
+
+    layer.forward = forward
 
 
 def attention_of(config):
@@ -68,6 +85,18 @@ def router_in_double(router):
     router.forward = forward
 
 
+def in_double(model):
+    """Lets the modules that compute in FP32 compute in FP64 where their input is FP64."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            norm_in_double(module)
+        if name.endswith("TopKRouter"):
+            router_in_double(module)
+        if name.endswith("GatedDeltaNet"):
+            delta_in_double(module)
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration, chosen for what it can catch."""
@@ -97,14 +126,12 @@ class Case:
                     parameter += 0.1 * torch.randn_like(parameter)
                 elif name.endswith("_bias"):
                     parameter += 0.1 * torch.randn_like(parameter)
+                if name.endswith("A_log"):  # otherwise a state would hardly outlast its token
+                    parameter -= 2.5
                 if name.endswith("gate_up_proj_bias"):  # clamps some gates, and ups on both sides
                     parameter[:, ::5] += 9.0
                     parameter[:, 15] -= 18.0
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                in_double(module)
-            if type(module).__name__.endswith("TopKRouter"):
-                router_in_double(module)
+        in_double(model)
         return model
 
     def batches(self):
@@ -202,6 +229,14 @@ CASES = {
     "lfm2": Case(Lfm2Config, {
         "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 42,
         "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 4}, 75, seq=13, padded=True),
+    # A gated delta rule in the first and last layer, value heads that share key heads; attention with gates, and half of each head
+    # rotated.
+    "qwen3_5": Case(Qwen3_5TextConfig, {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+        89, seq=13, padded=True),
     # Factors of embeddings, scores, branches and logits, none a power of two; biases in the MLP.
     "granite": Case(GraniteConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,

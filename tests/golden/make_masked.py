@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-MODELS = ["deep", "families/llama", "families/mistral", "families/qwen3", "families/gemma3", "families/lfm2"]
+MODELS = ["deep", "families/llama", "families/mistral", "families/qwen3", "families/gemma3", "families/lfm2",
+          "families/qwen3_5"]
 SEQ_LEN = 12
 # The fourth is longer than a row and is cut; the fifth has no answer in front of the cut and teaches nothing.
 LENGTHS = [5, 9, 3, 16, 20, 7, 2, 4, 13]
@@ -38,9 +39,7 @@ def main():
     found, gradients = {}, {}
     for name in MODELS:
         model = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation="sdpa").double().eval()
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                in_double(module)
+        in_double(model)
         rows = samples(model.config.vocab_size)
         kept = [row[: SEQ_LEN + 1] for row in rows]
         width = max(map(len, kept))

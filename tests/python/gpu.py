@@ -152,7 +152,7 @@ def write_shape(model, config):
 
 
 def families():
-    """What GPT-2 has not: rotations, RMS norms, gated units, grouped heads, windows, short convolutions; and adapters over a frozen base."""
+    """What GPT-2 has not: rotations, RMS norms, gated units, grouped heads, windows, recurrences; and adapters over a frozen base."""
     # Heads of 16 are the smallest that our own kernels rotate.
     wider = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
     narrow = ["--optimizer", "adamw8bit"]
@@ -165,6 +165,7 @@ def families():
         ("gemma2", {"head_dim": 144}, "fp16", [], ["fused"]),
         ("gemma3", {}, "bf16", dora, ["candle", "fused"]),
         ("lfm2", wider, "bf16", [], ["fused"]),
+        ("qwen3_5", wider, "bf16", [], ["fused"]),
         ("llama", blocks, "fp16", ["--lora", "r=4,alpha=8"], ["candle", "fused"]),
     )
     for family, sizes, dtype, more, choices in cases:

@@ -240,9 +240,7 @@ impl Op<'_> {
             Self::DecodeShortConv(op) => op.fits()?,
             Self::CopyQueries(op) => op.pairs.fits(op.queries)?,
             Self::GateHeads(op) => op.pairs.fits(op.x)? && same_shapes([op.x, op.out]),
-            Self::GateHeadsBackward(op) => {
-                op.pairs.fits(op.x)? && op.dpairs.fits(op.x)? && same_shapes([op.x, op.dx])
-            }
+            Self::GateHeadsBackward(op) => op.pairs.fits(op.x)? && op.dpairs.fits(op.x)? && same_shapes([op.x, op.dx]),
             Self::GatedDelta(op) => op.fits()?,
             Self::GatedDeltaBackward(op) => op.fits()?,
             Self::DecodeGatedDelta(op) => op.fits()?,

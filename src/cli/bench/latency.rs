@@ -88,7 +88,7 @@ fn bytes_read_per_token(spec: &ModelSpec, weights: &Parameters, past: usize) -> 
         Some(sliding) if spec.is_sliding(block) => past.min(sliding.window),
         _ => past,
     };
-    let rows: usize = (0..spec.num_layers).filter(|block| !spec.has_short_conv(*block)).map(attended).sum();
+    let rows: usize = (0..spec.num_layers).filter(|block| spec.recurrence(*block).is_none()).map(attended).sum();
     (stored + 2 * rows * spec.kv_heads * spec.head_dim * size) as u64
 }
 

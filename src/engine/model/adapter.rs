@@ -101,8 +101,9 @@ impl<T> AdapterBuffers<T> {
         let members = fused.iter().map(|product| product.members).max().unwrap_or(1);
         let joined = fused.iter().filter(|product| product.parts > 1);
         let joined = joined.map(|product| product.members * product.outputs).max();
-        let widest = [spec.hidden_size, spec.attn_out_size(), spec.intermediate_size].into_iter().max().unwrap_or(0);
-        let outputs = [spec.mixer_width(None), spec.up_width(), spec.hidden_size].into_iter().max().unwrap_or(0);
+        let [mixer_input, mixer_output] = spec.mixer_widths(None);
+        let widest = [spec.hidden_size, mixer_output, spec.intermediate_size].into_iter().max().unwrap_or(0);
+        let outputs = [mixer_input, spec.up_width(), spec.hidden_size].into_iter().max().unwrap_or(0);
         let dropped = train && lora.dropout > 0.0;
         Ok(Some(Self {
             a_out_grad: train.then(|| rows(members * lora.r)).transpose()?,

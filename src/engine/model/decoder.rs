@@ -15,15 +15,17 @@ use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear, NormLayer, fused_param};
 use super::mixture::ExpertMlps;
 use super::parameters::{ParamRef, Parameters};
-use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
+use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Recurrence};
 use super::workspace::{
-    BlockActivations, BlockBuffers, LayerScratch, PostNorm, QkNorms, RopeCaches, Workspace, mixer_input,
+    BlockActivations, BlockBuffers, LayerScratch, PostNorm, QkNorms, RopeCaches, Workspace, mixer_input, mixer_output,
 };
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::ColumnSlice;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
+use crate::engine::kernels::gated_delta::{DeltaHeads, DeltaParams};
+use crate::engine::kernels::head_gate::GatedHeads;
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::pass::PassInputs;
 use crate::engine::kernels::rope::{CosSinCache, Direction, PositionIds};
@@ -77,18 +79,25 @@ impl<'a> InputIds<'a> {
 #[derive(Debug)]
 struct Block {
     attention_norm: NormLayer,
-    /// Queries, keys and values, or the input of a short convolution.
+    /// Queries, keys and values, or the input of a recurrence.
     qkv: Linear,
     /// The norms of queries and of keys.
     qk_norms: Option<[NormLayer; 2]>,
     sinks: Option<ParamRef>,
-    /// The weight of the convolution, if the block has one instead of attention.
-    short_conv: Option<ParamRef>,
+    /// The recurrence, if the block has one instead of attention.
+    recurrence: Option<RecurrenceParams>,
     out: Linear,
     mlp_norm: NormLayer,
     mlp: Mlp,
     /// The norms after attention and after the MLP.
     post_norms: Option<[NormLayer; 2]>,
+}
+
+/// A recurrence and its parameters.
+#[derive(Debug)]
+enum RecurrenceParams {
+    ShortConv(ParamRef),
+    GatedDelta { heads: DeltaHeads, eps: f32, params: DeltaParams<ParamRef> },
 }
 
 /// The operands of the operation that mixes tokens.
@@ -98,6 +107,12 @@ enum MixerInputs<'a> {
     ShortConv {
         input: &'a Tensor,
         weight: &'a Tensor,
+    },
+    GatedDelta {
+        heads: DeltaHeads,
+        eps: f32,
+        input: &'a Tensor,
+        params: DeltaParams<&'a Tensor>,
     },
 }
 
@@ -126,6 +141,26 @@ impl Mlp {
     }
 }
 
+impl RecurrenceParams {
+    fn new(spec: &ModelSpec, layout: &Parameters, block: usize, recurrence: Recurrence) -> Result<Self> {
+        let param = |op, role| fused_param(layout, ModuleId::in_block(block, op), role);
+        let conv = param(ModuleOp::ShortConv, ParamRole::Weight)?;
+        Ok(match recurrence {
+            Recurrence::ShortConv { .. } => Self::ShortConv(conv),
+            Recurrence::GatedDelta { heads, .. } => Self::GatedDelta {
+                heads,
+                eps: spec.norm_eps as f32,
+                params: DeltaParams {
+                    conv,
+                    a_log: param(ModuleOp::GatedDelta, ParamRole::Weight)?,
+                    dt_bias: param(ModuleOp::GatedDelta, ParamRole::Bias)?,
+                    norm: param(ModuleOp::Norm(NormRole::Delta), ParamRole::Weight)?,
+                },
+            },
+        })
+    }
+}
+
 impl Block {
     fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Self> {
         let norm = |role| NormLayer::new(spec, layout, ModuleId::in_block(block, ModuleOp::Norm(role)));
@@ -136,18 +171,20 @@ impl Block {
             None => Mlp::Dense { up: linear(spec.up_role())?, down: linear(LinearRole::Down)? },
         };
         let weight = |op| layout.find_fused(ModuleId::in_block(block, op), ParamRole::Weight);
-        let short_conv = weight(ModuleOp::ShortConv);
-        let [input, output] = match short_conv {
-            Some(_) => [LinearRole::ConvIn, LinearRole::ConvOut],
+        let recurrence = spec.recurrence(block);
+        let [input, output] = match recurrence {
+            Some(Recurrence::ShortConv { .. }) => [LinearRole::ConvIn, LinearRole::ConvOut],
+            Some(Recurrence::GatedDelta { .. }) => [LinearRole::DeltaIn, LinearRole::DeltaOut],
             None => [LinearRole::Qkv, LinearRole::Out],
         };
-        let qk_norm = spec.qk_norm.filter(|_| short_conv.is_none());
+        let qk_norm = spec.qk_norm.filter(|_| recurrence.is_none());
+        let recurrence = recurrence.map(|it| RecurrenceParams::new(spec, layout, block, it)).transpose()?;
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(input)?,
             qk_norms: qk_norm.map(|_| pair(NormRole::Query, NormRole::Key)).transpose()?,
             sinks: weight(ModuleOp::Attention),
-            short_conv,
+            recurrence,
             post_norms: spec.post_norms.then(|| pair(NormRole::PostAttention, NormRole::PostMlp)).transpose()?,
             out: linear(output)?,
             mlp_norm: norm(NormRole::Mlp)?,
@@ -157,7 +194,16 @@ impl Block {
 
     /// The operation that mixes tokens.
     const fn mixer(&self) -> ModuleOp {
-        if self.short_conv.is_some() { ModuleOp::ShortConv } else { ModuleOp::Attention }
+        match self.recurrence {
+            Some(RecurrenceParams::ShortConv(_)) => ModuleOp::ShortConv,
+            Some(RecurrenceParams::GatedDelta { .. }) => ModuleOp::GatedDelta,
+            None => ModuleOp::Attention,
+        }
+    }
+
+    /// The buffer of attention's output times its gates, if it has some.
+    fn gated<'a>(&self, acts: &'a BlockActivations) -> Option<&'a Tensor> {
+        acts.gated.as_ref().filter(|_| self.recurrence.is_none())
     }
 
     /// Runs `last`, the last product of attention or the MLP, and its post-norm, if there is one.
@@ -264,7 +310,11 @@ impl Decoder {
     ) -> Result<[ColumnSlice<'a>; 3]> {
         let [query, key, value] = self.columns(qkv, heads)?;
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, heads) {
-            let inputs = ColumnSlice::split(qkv, self.spec.qkv_widths())?;
+            let inputs = self.qk_norm_inputs(qkv, heads)?;
+            if let Some(queries) = &heads.queries {
+                let pairs = self.gated_heads(qkv)?;
+                op::CopyQueries { pairs, queries, direction: Direction::Forward }.run(cx.kernels)?;
+            }
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
                 norm.forward_columns(cx, x, y, None, rstd)?;
             }
@@ -297,12 +347,24 @@ impl Decoder {
         Ok(())
     }
 
+    /// The queries of the product `qkv` and the gates of their heads' outputs.
+    fn gated_heads<'a>(&self, qkv: &'a Tensor) -> Result<GatedHeads<'a>> {
+        let [columns, ..] = ColumnSlice::split(qkv, self.spec.qkv_product_widths())?;
+        Ok(GatedHeads { columns, head_dim: self.spec.head_dim })
+    }
+
+    /// Queries and keys before they are normalised.
+    fn qk_norm_inputs<'a>(&self, qkv: &'a Tensor, heads: &'a QkNorms) -> Result<[ColumnSlice<'a>; 2]> {
+        let [query, key, _] = ColumnSlice::split(qkv, self.spec.qkv_product_widths())?;
+        Ok([heads.queries.as_ref().map_or(Ok(query), ColumnSlice::all)?, key])
+    }
+
     /// The operands of attention: queries and keys, normalised if they have norms, and values.
     fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a QkNorms>) -> Result<[ColumnSlice<'a>; 3]> {
-        let widths = self.spec.qkv_widths();
-        let [query, key, value] = ColumnSlice::split(qkv, widths)?;
+        let [query, key, value] = ColumnSlice::split(qkv, self.spec.qkv_product_widths())?;
         let Some(heads) = heads else { return Ok([query, key, value]) };
-        let [query, key] = ColumnSlice::split(&heads.out, [widths[0], widths[1]])?;
+        let [queries, keys, _] = self.spec.qkv_widths();
+        let [query, key] = ColumnSlice::split(&heads.out, [queries, keys])?;
         Ok([query, key, value])
     }
 
@@ -372,7 +434,7 @@ impl Decoder {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let (acts, scratch) = ws.block(i)?;
         let sinks = self.sinks(cx.weights, i);
-        let (out, positions) = (&acts.attended, ws.positions());
+        let (out, positions) = (&mixer_output(&self.spec, i, &acts.attended)?, ws.positions());
         self.block_pass(cx, i, (&ws.stream[i], acts, scratch), ws.rope_caches(), positions, |inputs| match inputs {
             MixerInputs::Attention(qkv) => {
                 let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
@@ -382,6 +444,9 @@ impl Decoder {
             MixerInputs::ShortConv { input, weight } => {
                 op::ShortConv { input, weight, positions, out }.run(self.kernels())
             }
+            MixerInputs::GatedDelta { heads, eps, input, params } => {
+                op::GatedDelta { heads, input, params, eps, positions, out }.run(self.kernels())
+            }
         })
     }
 
@@ -389,7 +454,7 @@ impl Decoder {
         self.blocks[i].sinks.map(|sinks| weights.fused(sinks))
     }
 
-    /// [`Self::forward_block`] with these buffers and positions. `mix` writes the output of attention or of the convolution.
+    /// [`Self::forward_block`] with these buffers and positions. `mix` writes the output of attention or of the recurrence.
     fn block_pass<'a>(
         &self,
         cx: &mut Context<'a>,
@@ -406,15 +471,29 @@ impl Decoder {
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
         let qkv = &mixer_input(&self.spec, i, &acts.qkv)?;
         block.qkv.forward(cx, &acts.attention_norm.out, qkv)?;
-        mix(if let Some(weight) = block.short_conv {
-            MixerInputs::ShortConv { input: qkv, weight: cx.weights.fused(weight) }
-        } else {
-            let heads = acts.heads.as_ref();
-            MixerInputs::Attention(self.qk_norm_and_rope(cx, i, qkv, heads, rope_caches, positions)?)
+        let weights = cx.weights;
+        mix(match &block.recurrence {
+            Some(RecurrenceParams::ShortConv(weight)) => {
+                MixerInputs::ShortConv { input: qkv, weight: weights.fused(*weight) }
+            }
+            Some(RecurrenceParams::GatedDelta { heads, eps, params }) => {
+                let params = params.try_map(|param| Ok(weights.fused(param)))?;
+                MixerInputs::GatedDelta { heads: *heads, eps: *eps, input: qkv, params }
+            }
+            None => {
+                let heads = acts.heads.as_ref();
+                MixerInputs::Attention(self.qk_norm_and_rope(cx, i, qkv, heads, rope_caches, positions)?)
+            }
         })?;
-        cx.hook.record_whole(ModuleId::in_block(i, block.mixer()), TensorKind::Output, &acts.attended)?;
+        let attended = &mixer_output(&self.spec, i, &acts.attended)?;
+        cx.hook.record_whole(ModuleId::in_block(i, block.mixer()), TensorKind::Output, attended)?;
+        let gated = block.gated(acts);
+        if let Some(out) = gated {
+            op::GateHeads { pairs: self.gated_heads(qkv)?, x: attended, out }.run(kernels)?;
+        }
+        let mixed = gated.unwrap_or(attended);
         let kept = acts.post_attention.as_ref();
-        let out = |cx: &mut Context<'_>, y: &Tensor| block.out.forward(cx, &acts.attended, y);
+        let out = |cx: &mut Context<'_>, y: &Tensor| block.out.forward(cx, mixed, y);
         block.branch_forward(cx, out, 0, kept, &scratch.branch)?;
         let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).attention_out);
         op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;

@@ -20,6 +20,7 @@ mod olmoe;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 mod smollm3;
 mod windows;
@@ -28,7 +29,7 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 20] = [
+static FAMILIES: [&Family; 21] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -42,6 +43,7 @@ static FAMILIES: [&Family; 20] = [
     &olmo3::OLMO3,
     &exaone4::EXAONE4,
     &lfm2::LFM2,
+    &qwen3_5::QWEN3_5,
     &phi3::PHI3,
     &granite::GRANITE,
     &granite4::GRANITE4,
@@ -76,11 +78,10 @@ pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 }
 
 /// Known values of `model_type`, with the parts of these models that the engine lacks.
-const LACKING: [(&str, &str); 4] = [
+const LACKING: [(&str, &str); 3] = [
     ("gemma4_text", "shared keys and values and embeddings for each layer"),
-    ("qwen3_5_moe_text", "layers with a gated delta rule"),
-    ("qwen3_5_text", "layers with a gated delta rule"),
-    ("qwen3_next", "layers with a gated delta rule"),
+    ("qwen3_5_moe_text", "experts that all tokens share"),
+    ("qwen3_next", "experts that all tokens share"),
 ];
 
 /// The family that a `config.json` names.

@@ -91,7 +91,7 @@ pub struct Family {
 /// Prefixes of the text part's parameters in files of models of images and text: transformers', before and since 4.52.
 const TEXT_PREFIXES: [&str; 2] = ["language_model.", "model.language_model."];
 /// Prefixes of the image part's parameters in such files.
-const IMAGE_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+const IMAGE_PREFIXES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
 
 impl Family {
     /// Returns the name of a stored tensor without prefixes; `None` for a buffer, and for the image part of a model of images and

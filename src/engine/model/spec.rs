@@ -3,8 +3,10 @@
 //! A family (a file in `families`) reads a `config.json` into a [`ModelSpec`]; all other code uses the spec.
 
 mod module;
+mod recurrence;
 
 pub use module::{LinearRole, ModuleId, ModuleOp, NormRole};
+pub use recurrence::{Recurrence, RecurrentLayers};
 
 use super::families;
 use super::family::{ConfigReader, Family};
@@ -97,15 +99,6 @@ pub struct Sliding {
     pub rope: Rope,
 }
 
-/// Short convolutions instead of attention, in some layers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ShortConvLayers {
-    /// The number of tokens that a convolution reads, the current one included.
-    pub taps: usize,
-    /// Which layers have it.
-    pub layers: Vec<bool>,
-}
-
 /// Dimensions and constants of a decoder with a language-model head.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "families differ in these ways independently")]
@@ -158,8 +151,10 @@ pub struct ModelSpec {
     pub query_scale: Option<QueryScale>,
     /// Layers whose attention has a window.
     pub sliding: Option<Sliding>,
-    /// Layers with a short convolution instead of attention.
-    pub short_conv: Option<ShortConvLayers>,
+    /// Layers with a recurrence instead of attention.
+    pub recurrent: Option<RecurrentLayers>,
+    /// Whether attention's output is multiplied by a gate, which has the columns after each query head.
+    pub attention_gate: bool,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
     /// Whether each head has a sink: a learned score in the softmax's denominator.
@@ -343,19 +338,15 @@ impl ModelSpec {
         self.norm_eps / self.residual_multiplier.powi(2)
     }
 
-    /// Columns of the packed queries, keys and values.
+    /// Columns of the packed queries, with their gates, keys and values.
     pub fn qkv_width(&self) -> usize {
-        self.qkv_widths().iter().sum()
+        self.qkv_product_widths().iter().sum()
     }
 
-    /// Columns of the input of attention, or of the short convolution, in layer `block`; the maximum for `None`.
-    pub(super) fn mixer_width(&self, block: Option<usize>) -> usize {
-        let convolution = 3 * self.hidden_size;
-        match block {
-            Some(block) if self.has_short_conv(block) => convolution,
-            None if self.short_conv.is_some() => convolution.max(self.qkv_width()),
-            _ => self.qkv_width(),
-        }
+    /// Columns of the products of queries, with their gates, of keys and of values.
+    pub(crate) fn qkv_product_widths(&self) -> [usize; 3] {
+        let [queries, keys, values] = self.qkv_widths();
+        [if self.attention_gate { 2 * queries } else { queries }, keys, values]
     }
 
     /// Columns of queries, of keys and of values.
@@ -366,17 +357,6 @@ impl ModelSpec {
     /// Whether the attention of layer `block` has a window.
     pub fn is_sliding(&self, block: usize) -> bool {
         self.sliding.as_ref().is_some_and(|sliding| sliding.layers.get(block) == Some(&true))
-    }
-
-    /// Whether layer `block` has a short convolution instead of attention.
-    pub fn has_short_conv(&self, block: usize) -> bool {
-        self.short_conv.as_ref().is_some_and(|convolutions| convolutions.layers.get(block) == Some(&true))
-    }
-
-    /// The number of layers with attention.
-    pub fn attention_layers(&self) -> usize {
-        let layers = self.short_conv.iter().flat_map(|convolutions| convolutions.layers.iter().take(self.num_layers));
-        self.num_layers - layers.filter(|convolution| **convolution).count()
     }
 
     /// The number of a head's elements that are rotated.
@@ -390,13 +370,13 @@ impl ModelSpec {
         sliding.or(self.rope.as_ref()).filter(|_| self.unrotated.get(block) != Some(&true))
     }
 
-    /// The norms of a block with attention or a short convolution, and the columns of each.
-    fn norms(&self, convolution: bool) -> Vec<(NormRole, usize)> {
+    /// The norms of a block with attention or this recurrence, and the columns of each.
+    fn norms(&self, recurrence: Option<Recurrence>) -> Vec<(NormRole, usize)> {
         let mut norms = Vec::new();
         if self.pre_norms {
             norms.extend([(NormRole::Attention, self.hidden_size), (NormRole::Mlp, self.hidden_size)]);
         }
-        if let Some(kind) = self.qk_norm.filter(|_| !convolution) {
+        if let Some(kind) = self.qk_norm.filter(|_| recurrence.is_none()) {
             let [query, key, _] = match kind {
                 QkNorm::PerHead => [self.head_dim; 3],
                 QkNorm::Whole => self.qkv_widths(),
@@ -419,24 +399,22 @@ impl ModelSpec {
         if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }
 
-    /// The linear layers of a block with attention or a short convolution as files have them.
-    fn linears(&self, convolution: bool) -> Vec<ProductSpec> {
+    /// The linear layers of a block with attention or this recurrence as files have them.
+    fn linears(&self, recurrence: Option<Recurrence>) -> Vec<ProductSpec> {
         let d = self.hidden_size;
-        let [queries, keys, values] = self.qkv_widths();
+        let [queries, keys, values] = self.qkv_product_widths();
         let Biases { qkv, out, mlp } = self.biases;
         let linear = |role, inputs, outputs, bias| ProductSpec { op: ModuleOp::Linear(role), inputs, outputs, bias };
-        let attention_out = linear(LinearRole::Out, queries, d, out);
-        let mut linears = if convolution {
-            vec![linear(LinearRole::ConvIn, d, 3 * d, false), linear(LinearRole::ConvOut, d, d, false)]
-        } else if self.fused_qkv {
-            vec![linear(LinearRole::Qkv, d, self.qkv_width(), qkv), attention_out]
-        } else {
-            vec![
+        let attention_out = linear(LinearRole::Out, self.attn_out_size(), d, out);
+        let mut linears = match recurrence {
+            Some(recurrence) => self.recurrence_linears(recurrence),
+            None if self.fused_qkv => vec![linear(LinearRole::Qkv, d, self.qkv_width(), qkv), attention_out],
+            None => vec![
                 linear(LinearRole::Query, d, queries, qkv),
                 linear(LinearRole::Key, d, keys, qkv),
                 linear(LinearRole::Value, d, values, qkv),
                 attention_out,
-            ]
+            ],
         };
         if self.experts.is_none() {
             linears.extend(self.mlp_linears(ModuleOp::Linear, mlp));
@@ -467,9 +445,9 @@ impl ModelSpec {
         ProductSpec { op: ModuleOp::Router, inputs, outputs, bias: self.biases.mlp }
     }
 
-    /// All products of a block with attention or a short convolution as files have them.
-    fn products(&self, convolution: bool) -> Vec<ProductSpec> {
-        let mut products = self.linears(convolution);
+    /// All products of a block with attention or this recurrence as files have them.
+    fn products(&self, recurrence: Option<Recurrence>) -> Vec<ProductSpec> {
+        let mut products = self.linears(recurrence);
         if let Some(experts) = self.experts {
             products.push(self.router(experts));
             for i in 0..experts.count {
@@ -491,7 +469,7 @@ impl ModelSpec {
             shared.push(expert(LinearRole::Down, self.intermediate_size, d));
         }
         let in_block = |block| {
-            let products = self.linears(self.has_short_conv(block)).into_iter().chain(shared.clone());
+            let products = self.linears(self.recurrence(block)).into_iter().chain(shared.clone());
             products.map(move |ProductSpec { op, inputs, outputs, .. }| AdaptableLayer {
                 layer: ModuleId::in_block(block, op),
                 fused_into: ModuleId::in_block(block, op.fused(self.activation)),
@@ -574,7 +552,9 @@ impl ModelSpec {
         let mut parameters = Vec::new();
         let mut push = |layer: ModuleId, fused_into, role, shape: Vec<usize>, init| {
             let part = match (role, layer.op) {
+                (ParamRole::Bias, ModuleOp::GatedDelta) => "dt_bias",
                 (ParamRole::Bias, _) => "bias",
+                (_, ModuleOp::GatedDelta) => "A_log",
                 (_, ModuleOp::Attention) => "sinks",
                 _ => "weight",
             };
@@ -598,7 +578,7 @@ impl ModelSpec {
             Norm::Rms { unit_offset: true } => &[(ParamRole::Weight, ParamInit::Zeros)],
         };
         let in_block = |block| {
-            let norms = self.norms(self.has_short_conv(block)).into_iter();
+            let norms = self.norms(self.recurrence(block)).into_iter();
             norms.map(move |(role, columns)| (Some(block), role, columns))
         };
         let norms = (0..self.num_layers).flat_map(in_block).chain([(None, NormRole::Final, d)]);
@@ -611,20 +591,22 @@ impl ModelSpec {
         // Layers that close a residual branch start narrower (Radford et al., 2019).
         let closing = std / (2.0 * self.num_layers as f64).sqrt();
         for block in 0..self.num_layers {
-            let convolution = self.has_short_conv(block);
-            if let Some(ShortConvLayers { taps, .. }) = self.short_conv.as_ref().filter(|_| convolution) {
-                let layer = ModuleId::in_block(block, ModuleOp::ShortConv);
-                push(layer, layer, ParamRole::Weight, vec![d, 1, *taps], ParamInit::Normal(std));
+            let recurrence = self.recurrence(block);
+            for (op, role, shape, init) in recurrence.into_iter().flat_map(|it| self.recurrence_parameters(it)) {
+                let layer = ModuleId::in_block(block, op);
+                push(layer, layer, role, shape, init);
             }
-            if self.attention_sinks && !convolution {
+            if self.attention_sinks && recurrence.is_none() {
                 let layer = ModuleId::in_block(block, ModuleOp::Attention);
                 push(layer, layer, ParamRole::Weight, vec![self.heads], ParamInit::Normal(std));
             }
-            for ProductSpec { op, inputs, outputs, bias } in self.products(convolution) {
+            for ProductSpec { op, inputs, outputs, bias } in self.products(recurrence) {
                 let layer = ModuleId::in_block(block, op);
                 let fused_into = ModuleId::in_block(block, op.fused(self.activation));
                 let std = match op {
-                    ModuleOp::Linear(LinearRole::Out | LinearRole::ConvOut | LinearRole::Down)
+                    ModuleOp::Linear(
+                        LinearRole::Out | LinearRole::ConvOut | LinearRole::DeltaOut | LinearRole::Down,
+                    )
                     | ModuleOp::Expert(_, LinearRole::Down) => closing,
                     _ => std,
                 };
@@ -661,16 +643,17 @@ impl ModelSpec {
         };
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tie_word_embeddings { 0 } else { v * d };
-        let in_block = |convolution| {
-            let linears: u128 = self.products(convolution).into_iter().map(elements).sum();
-            let norms: u128 = self.norms(convolution).into_iter().map(|(_, columns)| norm(columns as u128)).sum();
-            linears + norms
+        let in_block = |recurrence: Option<Recurrence>| {
+            let linears: u128 = self.products(recurrence).into_iter().map(elements).sum();
+            let norms: u128 = self.norms(recurrence).into_iter().map(|(_, columns)| norm(columns as u128)).sum();
+            let others = recurrence.into_iter().flat_map(|it| self.recurrence_parameters(it));
+            linears + norms + others.map(|(_, _, shape, _)| shape.iter().product::<usize>() as u128).sum::<u128>()
         };
         let sinks = if self.attention_sinks { self.heads as u128 } else { 0 };
-        let taps = self.short_conv.as_ref().map_or(0, |convolutions| convolutions.taps as u128);
         let attention = self.attention_layers() as u128;
+        let recurrence = self.recurrent.as_ref().map(|recurrent| recurrent.recurrence);
         let blocks =
-            attention * (in_block(false) + sinks) + (self.num_layers as u128 - attention) * (in_block(true) + taps * d);
+            attention * (in_block(None) + sinks) + (self.num_layers as u128 - attention) * in_block(recurrence);
         let count = v * d + positions + head + norm(d) + blocks;
         u64::try_from(count).unwrap_or(u64::MAX)
     }

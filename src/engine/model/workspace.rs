@@ -4,24 +4,26 @@
 //! before the MLP, and 2·N·(6·D + F) bytes for the backward pass: two norms, queries, keys and values, attention's
 //! output and the activation's input.
 
+mod rope_caches;
 mod views;
+
+pub(super) use rope_caches::RopeCaches;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::decoder::InputIds;
 use super::mixture::{Decisions, Experts, LoadBalance};
 use super::parameters::Parameters;
-use super::rope::{QueryScale, Rope};
+use super::rope::Rope;
 use super::spec::{ModelSpec, QkNorm};
 use crate::engine::kernels::NormOutput;
 use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
-use crate::engine::kernels::rope::{CosSinCache, PositionIds};
+use crate::engine::kernels::rope::PositionIds;
 use crate::engine::kernels::view::{self, AllocFn};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::ops::Range;
 
 /// Activation checkpointing: the activations that the forward pass keeps for the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +60,8 @@ impl Purpose {
 /// Normalised heads of queries and keys.
 #[derive(Debug)]
 pub(super) struct QkNorms<T = Tensor> {
+    /// Queries without the gates between them, before they are normalised, if there are gates.
+    pub(super) queries: Option<T>,
     /// Queries and keys, normalised.
     pub(super) out: T,
     /// `[N · heads]` and `[N · kv_heads]`, FP32.
@@ -75,68 +79,8 @@ impl<T> QkNorms<T> {
         };
         let statistics = |groups: usize| allocate(&[rows * groups], DType::F32);
         let rstd = [statistics(groups[0])?, statistics(groups[1])?];
-        Ok(Some(Self { out: allocate(&[rows, queries + keys], compute)?, rstd }))
-    }
-}
-
-/// Cosines and sines of rotary position embeddings.
-#[derive(Clone, Debug, Default)]
-pub(super) struct RopeCaches {
-    full: Option<CosSinCache>,
-    sliding: Option<CosSinCache>,
-    /// The full table times the factors of queries, if the model scales them by their position.
-    queries: Option<CosSinCache>,
-}
-
-impl RopeCaches {
-    /// The tables of `positions` in a sequence of `len` tokens.
-    pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, len: usize, device: &Device) -> Result<Self> {
-        let table = |rope: &Rope| {
-            let frequencies = rope.frequencies(spec.rotary_dim(), len);
-            CosSinCache::new(&frequencies, rope.attention_factor(), positions.clone(), device)
-        };
-        let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
-        let full = spec.rope.as_ref().map(table).transpose()?;
-        let scaled = |(table, scale): (&CosSinCache, QueryScale)| -> Result<CosSinCache> {
-            let factors: Vec<f32> = positions.clone().map(|position| scale.at(position) as f32).collect();
-            let factors = Tensor::from_vec(factors, (positions.len(), 1), device)?;
-            Ok(CosSinCache { cos: table.cos.broadcast_mul(&factors)?, sin: table.sin.broadcast_mul(&factors)? })
-        };
-        let queries = full.as_ref().zip(spec.query_scale).map(scaled).transpose()?;
-        Ok(Self { full, sliding: sliding.map(table).transpose()?, queries })
-    }
-
-    /// The tables of `positions` alone.
-    pub(super) fn narrow(&self, positions: Range<usize>) -> Result<Self> {
-        let rows = |x: &Tensor| x.narrow(0, positions.start, positions.len());
-        let narrow =
-            |table: &CosSinCache| -> Result<_> { Ok(CosSinCache { cos: rows(&table.cos)?, sin: rows(&table.sin)? }) };
-        let [full, sliding, queries] =
-            [&self.full, &self.sliding, &self.queries].map(|table| table.as_ref().map(narrow).transpose());
-        Ok(Self { full: full?, sliding: sliding?, queries: queries? })
-    }
-
-    /// The rows of all `tables`, one after the other.
-    pub(super) fn concat(tables: &[Self]) -> Result<Self> {
-        let join = |table: fn(&Self) -> Option<&CosSinCache>| -> Result<Option<CosSinCache>> {
-            let (cos, sin): (Vec<_>, Vec<_>) = tables.iter().filter_map(table).map(|it| (&it.cos, &it.sin)).unzip();
-            if cos.is_empty() {
-                return Ok(None);
-            }
-            Ok(Some(CosSinCache { cos: Tensor::cat(&cos, 0)?, sin: Tensor::cat(&sin, 0)? }))
-        };
-        Ok(Self {
-            full: join(|tables| tables.full.as_ref())?,
-            sliding: join(|tables| tables.sliding.as_ref())?,
-            queries: join(|tables| tables.queries.as_ref())?,
-        })
-    }
-
-    /// The tables of a block's queries and of its keys.
-    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<[&CosSinCache; 2]> {
-        spec.rope_of(block)?;
-        let keys = if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }?;
-        Some([self.queries.as_ref().unwrap_or(keys), keys])
+        let without_gates = spec.attention_gate.then(|| allocate(&[rows, queries], compute)).transpose()?;
+        Ok(Some(Self { queries: without_gates, out: allocate(&[rows, queries + keys], compute)?, rstd }))
     }
 }
 
@@ -176,10 +120,13 @@ pub(super) struct Routing<T = Tensor> {
 #[derive(Debug)]
 pub(super) struct BlockActivations<T = Tensor> {
     pub(super) attention_norm: NormOutput<T>,
-    /// Queries, keys and values, or the input of a short convolution; see [`mixer_input`].
+    /// Queries, keys and values, or the input of a recurrence; see [`mixer_input`].
     pub(super) qkv: T,
     pub(super) heads: Option<QkNorms<T>>,
+    /// The output of attention or of a recurrence; see [`mixer_output`].
     pub(super) attended: T,
+    /// Attention's output times its gates, if it has some.
+    pub(super) gated: Option<T>,
     pub(super) lse: T,
     pub(super) post_attention: Option<PostNorm<T>>,
     /// The residual stream between attention and MLP.
@@ -328,11 +275,20 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
-/// The part of the buffer of a block's queries, keys and values, or of its convolution's input: blocks that share a buffer may need
+/// The part of the buffer of a block's queries, keys and values, or of its recurrence's input: blocks that share a buffer may need
 /// fewer columns.
 pub(super) fn mixer_input(spec: &ModelSpec, block: usize, buffer: &Tensor) -> Result<Tensor> {
+    narrowed(buffer, spec.mixer_widths(Some(block))[0])
+}
+
+/// The part of the buffer of the output of a block's attention or recurrence.
+pub(super) fn mixer_output(spec: &ModelSpec, block: usize, buffer: &Tensor) -> Result<Tensor> {
+    narrowed(buffer, spec.mixer_widths(Some(block))[1])
+}
+
+/// The first elements of a buffer as a matrix of `width` columns.
+fn narrowed(buffer: &Tensor, width: usize) -> Result<Tensor> {
     let (rows, columns) = buffer.dims2()?;
-    let width = spec.mixer_width(Some(block));
     if columns == width {
         return Ok(buffer.clone());
     }
@@ -348,7 +304,8 @@ impl<T> BlockActivations<T> {
         [compute, stream]: [DType; 2],
         allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
-        let attends = block.is_none_or(|block| !spec.has_short_conv(block));
+        let attends = block.is_none_or(|block| spec.recurrence(block).is_none());
+        let [mixer_input, mixer_output] = spec.mixer_widths(block);
         let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
         let columns = total_rank(spec);
         let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
@@ -361,9 +318,10 @@ impl<T> BlockActivations<T> {
         let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
-            qkv: rows(spec.mixer_width(block), compute)?,
+            qkv: rows(mixer_input, compute)?,
             heads: if attends { QkNorms::alloc(spec, tokens, compute, allocate)? } else { None },
-            attended: rows(spec.attn_out_size(), compute)?,
+            attended: rows(mixer_output, compute)?,
+            gated: (attends && spec.attention_gate).then(|| rows(spec.attn_out_size(), compute)).transpose()?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
             post_attention: branch()?,
             middle: rows(spec.hidden_size, stream)?,
@@ -407,13 +365,14 @@ impl<T> LayerScratch<T> {
         let mlp_rows = |columns: usize| allocate(&[tokens * spec.mlp_rows(), columns], compute);
         let routed = || spec.experts.map(|_| mlp_rows(spec.hidden_size)).transpose();
         let gradients = || -> Result<SublayerGrads<T>> {
-            let wide = spec.attn_out_size() != spec.hidden_size;
+            let [mixer_input, mixer_output] = spec.mixer_widths(None);
+            let wide = mixer_output != spec.hidden_size;
             Ok(SublayerGrads {
                 normed: rows(spec.hidden_size)?,
                 branch: spec.post_norms.then(|| rows(spec.hidden_size)).transpose()?,
                 query_key: spec.qk_norm.map(|_| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
-                attended: wide.then(|| rows(spec.attn_out_size())).transpose()?,
-                qkv: rows(spec.mixer_width(None))?,
+                attended: wide.then(|| rows(mixer_output)).transpose()?,
+                qkv: rows(mixer_input)?,
                 activated: mlp_rows(spec.intermediate_size)?,
                 up: spec.activation.is_gated().then(|| mlp_rows(spec.up_width())).transpose()?,
                 routed: routed()?,

@@ -11,7 +11,8 @@ mod graph;
 use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::{
-    EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Rope,
+    EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Recurrence,
+    Rope,
 };
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
@@ -43,11 +44,15 @@ pub(super) fn write(spec: &ModelSpec, weights: &Parameters, options: OnnxOptions
     if spec.experts.is_some() {
         return Err(Error::model(spec.family.model_type, "mixtures of experts have no ONNX graph; export a folder"));
     }
-    if spec.short_conv.is_some() && options.kv_cache {
-        return Err(Error::model(
-            spec.family.model_type,
-            "graphs with short convolutions have no cache; leave out `--kv-cache`",
-        ));
+    match spec.recurrent.as_ref().map(|recurrent| recurrent.recurrence) {
+        Some(Recurrence::ShortConv { .. }) if options.kv_cache => {
+            let message = "graphs with short convolutions have no cache; leave out `--kv-cache`";
+            return Err(Error::model(spec.family.model_type, message));
+        }
+        Some(Recurrence::GatedDelta { .. }) => {
+            return Err(Error::model(spec.family.model_type, "gated delta rules have no ONNX graph; export a folder"));
+        }
+        _ => {}
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
@@ -215,10 +220,9 @@ impl GraphBuilder<'_> {
         }
         for block in 0..spec.num_layers {
             let normed = self.pre_norm(&stream, block, NormRole::Attention);
-            let attended = if spec.has_short_conv(block) {
-                self.short_conv(&normed, block)
-            } else {
-                self.attention(&normed, block, &positions)
+            let attended = match spec.recurrence(block) {
+                Some(Recurrence::ShortConv { taps }) => self.short_conv(&normed, block, taps),
+                _ => self.attention(&normed, block, &positions),
             };
             stream = self.residual_add(&stream, &attended, block, NormRole::PostAttention);
             let normed = self.pre_norm(&stream, block, NormRole::Mlp);
@@ -379,8 +383,8 @@ impl GraphBuilder<'_> {
         let has_bias = match role {
             LinearRole::Qkv | LinearRole::Query | LinearRole::Key | LinearRole::Value => biases.qkv,
             LinearRole::Out => biases.out,
-            LinearRole::ConvIn | LinearRole::ConvOut => false,
             LinearRole::GateUp | LinearRole::Gate | LinearRole::Up | LinearRole::Down => biases.mlp,
+            _ => false,
         };
         if has_bias { self.graph.op("Add", &[&product, &fp32_name(&format!("{name}.bias"))], &[]) } else { product }
     }
@@ -440,8 +444,7 @@ impl GraphBuilder<'_> {
         self.linear(&joined, block, LinearRole::Out)
     }
 
-    fn short_conv(&mut self, x: &str, block: usize) -> String {
-        let taps = self.spec.short_conv.as_ref().map_or(1, |convolutions| convolutions.taps) as i64;
+    fn short_conv(&mut self, x: &str, block: usize, taps: usize) -> String {
         let weight = self.spec.layer_name(ModuleId::in_block(block, ModuleOp::ShortConv));
         let input = self.linear(x, block, LinearRole::ConvIn);
         let graph = &mut self.graph;
@@ -451,7 +454,7 @@ impl GraphBuilder<'_> {
         let channels_first = [Attribute::Ints("perm", &[0, 2, 1])];
         let products = graph.op("Transpose", &[&products], &channels_first);
         // Only tokens before the current one are read.
-        let (pads, width) = ([taps - 1, 0], self.spec.hidden_size as i64);
+        let (pads, width) = ([taps as i64 - 1, 0], self.spec.hidden_size as i64);
         let attributes = [Attribute::Int("group", width), Attribute::Ints("pads", &pads)];
         let sums = graph.op("Conv", &[&products, &fp32_name(&format!("{weight}.weight"))], &attributes);
         let sums = graph.op("Transpose", &[&sums], &channels_first);

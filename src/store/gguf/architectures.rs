@@ -3,13 +3,14 @@
 //! Each metadata key maps to a key of `config.json`, in both directions, so each family still reads and writes its
 //! configuration in its own file only. Names, row orders and offsets follow llama.cpp's converter.
 
+use super::value_heads::{HeadOrder, swap_pairs};
 use crate::engine::kernels::{Norm, WeightLayout};
 use crate::engine::model::{
-    ConfigReader, Family, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec, Rope,
-    RopeType, of_gguf, one_or_more,
+    ConfigReader, Family, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec,
+    Recurrence, Rope, RopeType, of_gguf, one_or_more,
 };
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
@@ -190,10 +191,12 @@ impl ModelSpec {
 
     /// Converts a parameter's values to GGUF's layout.
     pub fn to_gguf_layout(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
+        let values = &self.order_value_heads(entry, values, HeadOrder::Gguf)?;
         match self.transform(entry) {
             WeightTransform::Same => Ok(values.clone()),
             WeightTransform::Transposed => values.t()?.contiguous(),
             WeightTransform::PlusOne => values + 1.0,
+            WeightTransform::NegativeExp => values.exp()?.neg(),
             WeightTransform::Squeezed => values.squeeze(1),
             WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [2, self.head_dim / 2]),
         }
@@ -201,13 +204,15 @@ impl ModelSpec {
 
     /// Converts values from GGUF's layout: the inverse of [`Self::to_gguf_layout`].
     pub fn from_gguf_layout(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
-        match self.transform(entry) {
-            WeightTransform::Same => Ok(values.clone()),
-            WeightTransform::Transposed => values.t()?.contiguous(),
-            WeightTransform::PlusOne => values - 1.0,
-            WeightTransform::Squeezed => values.unsqueeze(1),
-            WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2]),
-        }
+        let values = match self.transform(entry) {
+            WeightTransform::Same => values.clone(),
+            WeightTransform::Transposed => values.t()?.contiguous()?,
+            WeightTransform::PlusOne => (values - 1.0)?,
+            WeightTransform::NegativeExp => values.neg()?.log()?,
+            WeightTransform::Squeezed => values.unsqueeze(1)?,
+            WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2])?,
+        };
+        self.order_value_heads(entry, &values, HeadOrder::Ours)
     }
 
     /// The shape of a parameter's tensor in GGUF, outermost dimension first. One tensor has a matrix of each expert.
@@ -227,30 +232,30 @@ impl ModelSpec {
     /// The name of a parameter's tensor in GGUF.
     pub fn gguf_name(&self, entry: &ParamSpec) -> String {
         let ModuleId { block, op } = entry.layer;
+        let recurrence = block.and_then(|block| self.recurrence(block));
         let name = match op {
             ModuleOp::Norm(NormRole::Mlp) => self.family.gguf.mlp_norm,
             ModuleOp::Norm(NormRole::Final) => self.family.gguf.final_norm,
+            ModuleOp::ShortConv if matches!(recurrence, Some(Recurrence::GatedDelta { .. })) => "ssm_conv1d",
+            ModuleOp::GatedDelta if entry.role == ParamRole::Bias => "ssm_dt",
             op => module_name(op),
         };
-        let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
-        block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
+        let ending = match (op, entry.role) {
+            (_, ParamRole::Bias) => ".bias",
+            (ModuleOp::GatedDelta, _) => "",
+            _ => ".weight",
+        };
+        block.map_or_else(|| format!("{name}{ending}"), |block| format!("blk.{block}.{name}{ending}"))
     }
 
     /// The rows of a parameter's matrix in GGUF in our order.
-    pub fn gguf_rows(&self, entry: &ParamSpec) -> Vec<usize> {
+    pub fn gguf_rows(&self, entry: &ParamSpec) -> candle_core::Result<Vec<u32>> {
         let shape = self.gguf_shape(entry);
-        let count = shape[shape.len() - 2];
-        match self.transform(entry) {
-            WeightTransform::Interleaved { .. } => {
-                let half = self.head_dim / 2;
-                let place = |row: usize| {
-                    let (head, row) = (row / self.head_dim, row % self.head_dim);
-                    head * self.head_dim + row % half * 2 + row / half
-                };
-                (0..count).map(place).collect()
-            }
-            _ => (0..count).collect(),
+        let rows = Tensor::arange(0, shape[shape.len() - 2] as u32, &Device::Cpu)?;
+        if let WeightTransform::Interleaved { heads } = self.transform(entry) {
+            return swap_pairs(&rows, heads, [self.head_dim / 2, 2])?.to_vec1();
         }
+        self.order_value_heads(entry, &rows, HeadOrder::Ours)?.to_vec1()
     }
 
     fn transform(&self, entry: &ParamSpec) -> WeightTransform {
@@ -264,7 +269,10 @@ impl ModelSpec {
                 WeightTransform::Transposed
             }
             ModuleOp::ShortConv => WeightTransform::Squeezed,
-            ModuleOp::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
+            ModuleOp::GatedDelta if entry.role == ParamRole::Weight => WeightTransform::NegativeExp,
+            ModuleOp::Norm(role) if role != NormRole::Delta && self.norm == (Norm::Rms { unit_offset: true }) => {
+                WeightTransform::PlusOne
+            }
             _ => WeightTransform::Same,
         }
     }
@@ -277,19 +285,14 @@ enum WeightTransform {
     Transposed,
     /// GGUF stores 1 + weight of a norm.
     PlusOne,
+    /// GGUF stores `-exp(values)`.
+    NegativeExp,
     /// `[channels, taps]` there, `[channels, 1, taps]` here.
     Squeezed,
     /// GGUF interleaves the rows of the two halves of each head.
     Interleaved {
         heads: usize,
     },
-}
-
-/// Swaps the two dimensions that make up the rows of each head.
-fn swap_pairs(values: &Tensor, heads: usize, [outer, inner]: [usize; 2]) -> candle_core::Result<Tensor> {
-    let rest = values.elem_count() / (heads * outer * inner);
-    let swapped = values.reshape((heads, outer, inner, rest))?.transpose(1, 2)?.contiguous()?;
-    swapped.reshape(values.dims())
 }
 
 /// The first value of a parameter in its tensor.
@@ -313,7 +316,7 @@ const fn module_name(op: ModuleOp) -> &'static str {
         ModuleOp::Norm(NormRole::PostAttention) => "post_attention_norm",
         ModuleOp::Norm(NormRole::Mlp) => "ffn_norm",
         ModuleOp::Norm(NormRole::PostMlp) => "post_ffw_norm",
-        ModuleOp::Linear(LinearRole::Qkv) => "attn_qkv",
+        ModuleOp::Linear(LinearRole::Qkv | LinearRole::DeltaQkv) => "attn_qkv",
         ModuleOp::Linear(LinearRole::Query) => "attn_q",
         ModuleOp::Linear(LinearRole::Key) => "attn_k",
         ModuleOp::Linear(LinearRole::Value) => "attn_v",
@@ -329,7 +332,16 @@ const fn module_name(op: ModuleOp) -> &'static str {
         ModuleOp::Linear(LinearRole::Down) => "ffn_down",
         ModuleOp::Attention => "attn_sinks",
         ModuleOp::ShortConv => "shortconv.conv",
-        ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
+        ModuleOp::Linear(LinearRole::DeltaGate) => "attn_gate",
+        ModuleOp::Linear(LinearRole::DeltaBeta) => "ssm_beta",
+        ModuleOp::Linear(LinearRole::DeltaDecay) => "ssm_alpha",
+        ModuleOp::Linear(LinearRole::DeltaOut) => "ssm_out",
+        ModuleOp::Norm(NormRole::Delta) => "ssm_norm",
+        ModuleOp::GatedDelta => "ssm_a",
+        ModuleOp::Linear(LinearRole::DeltaIn)
+        | ModuleOp::AttnResidual
+        | ModuleOp::Activation
+        | ModuleOp::MlpResidual => "none",
     }
 }
 

@@ -53,10 +53,10 @@ impl GgufModel {
         };
         let stored = stored.filter_map(|entry| {
             let parts = self.spec.gguf_parts(&entry);
-            // Rows of several matrices that alternate are dequantized.
+            // Rows of several matrices that alternate, and columns in another order, are dequantized.
             let types: Option<Vec<_>> = parts.iter().map(in_blocks).collect();
-            let alternate = parts.len() > 1 && self.spec.activation.is_interleaved();
-            Some((entry.name, *types.filter(|_| !alternate)?.first()?))
+            let mixed = parts.len() > 1 && self.spec.activation.is_interleaved() || self.spec.reorders_columns(&entry);
+            Some((entry.name, *types.filter(|_| !mixed)?.first()?))
         });
         stored.collect()
     }
@@ -74,9 +74,9 @@ impl GgufModel {
         let elements = entry.shape.iter().product::<usize>();
         let blocks = self.gguf.blocks(&name, first..first + elements)?;
         let dtype = self.gguf.info(&name)?.ggml_dtype;
-        let rows = self.spec.gguf_rows(entry);
+        let rows = self.spec.gguf_rows(entry)?;
         let row = blocks.len() / rows.len();
-        let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
+        let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[*from as usize * row..][..row]).copied().collect();
         let columns = row / dtype.type_size() * dtype.block_size();
         Ok(QuantizedMatrix::new(dtype, ours, [rows.len(), columns], device)?)
     }

@@ -1,6 +1,6 @@
 //! The backward pass: the blocks from the last to the first that is trained, then the embeddings.
 
-use super::{Block, Decoder, DropoutSites, EMBEDDING, ForwardMode, InputIds, Mlp};
+use super::{Block, Decoder, DropoutSites, EMBEDDING, ForwardMode, InputIds, Mlp, RecurrenceParams};
 use crate::engine::kernels::attention::AttentionInputs;
 use crate::engine::kernels::columns::{ColumnSlice, WriteMode};
 use crate::engine::kernels::op;
@@ -8,9 +8,9 @@ use crate::engine::kernels::rope::Direction;
 use crate::engine::model::adapter::AdapterPass;
 use crate::engine::model::hook::{Hook, TensorKind};
 use crate::engine::model::layers::Context;
-use crate::engine::model::parameters::{ParamRef, Parameters};
-use crate::engine::model::spec::{LinearRole, ModuleId, ModuleOp};
-use crate::engine::model::workspace::{Checkpointing, PostNorm, ResidualGrad, Workspace, mixer_input};
+use crate::engine::model::parameters::Parameters;
+use crate::engine::model::spec::{LinearRole, ModuleId, ModuleOp, NormRole};
+use crate::engine::model::workspace::{Checkpointing, PostNorm, ResidualGrad, Workspace, mixer_input, mixer_output};
 use crate::precision::PrecisionUnit;
 use candle_core::{Result, Tensor, bail};
 
@@ -145,36 +145,55 @@ impl Decoder {
         block.mlp_norm.backward(cx, &acts.middle, &acts.mlp_norm, normed, dx)?;
 
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
-        let attended = gradients.attended();
+        let attended = &mixer_output(&self.spec, i, gradients.attended())?;
         let dy = block.post_norm_backward(cx, 0, acts.post_attention.as_ref(), branch, other)?;
         cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
-        block.out.backward(cx, &acts.attended, dy, attended)?;
-        match block.short_conv {
-            Some(weight) => self.short_conv_backward(cx, i, ws, weight, attended, qkv)?,
-            None => self.attention_backward(cx, i, ws, attended, qkv)?,
+        let out = &mixer_output(&self.spec, i, &acts.attended)?;
+        block.out.backward(cx, block.gated(acts).unwrap_or(out), dy, attended)?;
+        if let Some(recurrence) = &block.recurrence {
+            self.recurrence_backward(cx, i, ws, recurrence, attended, qkv)?;
+        } else {
+            self.attention_backward(cx, i, ws, attended, qkv)?;
         }
         cx.hook.record_whole(ModuleId::in_block(i, block.mixer()), TensorKind::InputGradient, qkv)?;
         block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed)?;
         block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
     }
 
-    /// Computes the gradients of a convolution's input and weight from the gradient of its output.
-    fn short_conv_backward(
+    /// Computes the gradients of a recurrence's input and parameters from the gradient of its output.
+    fn recurrence_backward(
         &self,
         cx: &mut Context<'_>,
         i: usize,
         ws: &Workspace,
-        param: ParamRef,
+        recurrence: &RecurrenceParams,
         dy: &Tensor,
         dinput: &Tensor,
     ) -> Result<()> {
         let input = &mixer_input(&self.spec, i, &ws.block(i)?.0.qkv)?;
-        let (weight, dweight) = (cx.weights.fused(param), cx.grad(param));
-        op::ShortConvBackward { input, weight, positions: ws.positions(), dy, dinput, dweight }.run(cx.kernels)?;
-        dweight.map_or(Ok(()), |dweight| {
-            let layer = ModuleId::in_block(i, ModuleOp::ShortConv);
-            cx.hook.record_whole(layer, TensorKind::WeightGradient, dweight)
-        })
+        let (kernels, weights, positions) = (cx.kernels, cx.weights, ws.positions());
+        let grads = cx.grads;
+        let trainable = |param| grads.and_then(|grads| grads.trainable(param));
+        let mut record = |op, kind, gradient: Option<&Tensor>| {
+            gradient.map_or(Ok(()), |gradient| cx.hook.record_whole(ModuleId::in_block(i, op), kind, gradient))
+        };
+        match recurrence {
+            RecurrenceParams::ShortConv(param) => {
+                let (weight, dweight) = (weights.fused(*param), trainable(*param));
+                op::ShortConvBackward { input, weight, positions, dy, dinput, dweight }.run(kernels)?;
+                record(ModuleOp::ShortConv, TensorKind::WeightGradient, dweight)
+            }
+            RecurrenceParams::GatedDelta { heads, eps, params } => {
+                let gradients = params.try_map(|param| Ok(trainable(param)))?;
+                let params = params.try_map(|param| Ok(weights.fused(param)))?;
+                let (heads, eps) = (*heads, *eps);
+                op::GatedDeltaBackward { heads, input, params, eps, positions, dy, dinput, gradients }.run(kernels)?;
+                record(ModuleOp::ShortConv, TensorKind::WeightGradient, gradients.conv)?;
+                record(ModuleOp::GatedDelta, TensorKind::WeightGradient, gradients.a_log)?;
+                record(ModuleOp::GatedDelta, TensorKind::BiasGradient, gradients.dt_bias)?;
+                record(ModuleOp::Norm(NormRole::Delta), TensorKind::WeightGradient, gradients.norm)
+            }
+        }
     }
 
     /// Computes the gradient of the product `qkv` from the gradient of attention's output.
@@ -191,10 +210,15 @@ impl Decoder {
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let product = &mixer_input(&self.spec, i, &acts.qkv)?;
+        let out = &mixer_output(&self.spec, i, &acts.attended)?;
+        if self.blocks[i].gated(acts).is_some() {
+            let [pairs, dpairs] = [self.gated_heads(product)?, self.gated_heads(dqkv)?];
+            op::GateHeadsBackward { pairs, x: out, dx: attended, dpairs }.run(kernels)?;
+        }
         let qkv = self.columns(product, acts.heads.as_ref())?;
         let sinks = self.sinks(cx.weights, i);
         let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
-        let linear = ColumnSlice::split(dqkv, widths)?;
+        let linear = ColumnSlice::split(dqkv, self.spec.qkv_product_widths())?;
         // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
         // next to the values' gradient.
         let [dq, dk] = match &scratch.gradients()?.query_key {
@@ -206,7 +230,7 @@ impl Decoder {
             shape: self.shape(i, ws.batch, ws.seq_len),
             operands,
             dout: attended,
-            out: &acts.attended,
+            out,
             lse: &acts.lse,
             gradients: [dq, dk, linear[2]],
             dsinks,
@@ -219,12 +243,19 @@ impl Decoder {
             self.apply_rope(kernels, [dq, dk], tables, ws.positions(), Direction::Backward)?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
-            let inputs = ColumnSlice::split(product, widths)?;
+            // The gradient of attention's output is not needed any more.
+            let queries = heads.queries.as_ref().map(|_| attended);
+            let dx = [queries.map_or(Ok(linear[0]), ColumnSlice::all)?, linear[1]];
+            let inputs = self.qk_norm_inputs(product, heads)?;
             for part in 0..2 {
                 let x = inputs[part];
                 let rstd = &heads.rstd[part];
                 let dy = [dq, dk][part];
-                norms[part].backward_columns(cx, x, (None, rstd), dy, (linear[part], WriteMode::Overwrite))?;
+                norms[part].backward_columns(cx, x, (None, rstd), dy, (dx[part], WriteMode::Overwrite))?;
+            }
+            if let Some(queries) = queries {
+                let pairs = self.gated_heads(dqkv)?;
+                op::CopyQueries { pairs, queries, direction: Direction::Backward }.run(kernels)?;
             }
         }
         Ok(())

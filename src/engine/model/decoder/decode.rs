@@ -1,18 +1,19 @@
-//! The forward pass for generating text: computes only new tokens, over the cached keys and values, or products of convolutions, of
+//! The forward pass for generating text: computes only new tokens, over the cached keys and values, or states of recurrences, of
 //! earlier ones.
 
 use super::{Decoder, ForwardMode, InputIds, MixerInputs};
 use crate::engine::kernels::decode_attention::{CachedSequence, LayerKvCache};
+use crate::engine::kernels::gated_delta::DeltaCache;
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::PositionIds;
-use crate::engine::kernels::short_conv::{ConvCache, ConvSequence};
+use crate::engine::kernels::short_conv::ConvCache;
 use crate::engine::kernels::view;
 use crate::engine::model::adapter::AdapterPass;
 use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{ModelSpec, ShortConvLayers};
-use crate::engine::model::workspace::{LayerScratch, Purpose, RopeCaches, candle_dtype};
+use crate::engine::model::spec::{ModelSpec, Recurrence};
+use crate::engine::model::workspace::{LayerScratch, Purpose, RopeCaches, candle_dtype, mixer_output};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::borrow::Cow;
@@ -35,6 +36,7 @@ pub struct KvCache {
 enum LayerCache {
     Attention(LayerKvCache),
     ShortConv(ConvCache),
+    GatedDelta(DeltaCache),
 }
 
 /// The caches of a sequence in every layer.
@@ -75,11 +77,14 @@ impl KvCache {
         if capacity > spec.max_position_embeddings {
             bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
         }
-        let layer = |block| match &spec.short_conv {
-            Some(ShortConvLayers { taps, .. }) if spec.has_short_conv(block) => {
-                ConvCache::new(*taps, spec.hidden_size, &self.device).map(LayerCache::ShortConv)
+        let layer = |block| match spec.recurrence(block) {
+            Some(Recurrence::ShortConv { taps }) => {
+                ConvCache::new(taps, spec.hidden_size, &self.device).map(LayerCache::ShortConv)
             }
-            _ => LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device)
+            Some(Recurrence::GatedDelta { heads, taps }) => {
+                DeltaCache::new(heads, taps, &self.device).map(LayerCache::GatedDelta)
+            }
+            None => LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device)
                 .map(LayerCache::Attention),
         };
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
@@ -96,7 +101,7 @@ impl KvCache {
         self.sequences.remove(sequence);
     }
 
-    /// Bytes of the cache of a sequence of `capacity` tokens, without the products of convolutions, a few rows each.
+    /// Bytes of the cache of a sequence of `capacity` tokens, without the states of recurrences, whose size is constant.
     pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
         let columns = 2 * spec.attention_layers() * spec.kv_heads * spec.head_dim;
         (columns * capacity * policy.compute.size_in_bytes()) as u64
@@ -145,17 +150,31 @@ impl KvCache {
         Ok(())
     }
 
-    /// Keeps only the first `len` tokens of every sequence; none if a convolution's cache has not kept enough of them.
+    /// Keeps only the first `len` tokens of every sequence; none if a recurrence cannot go back so far.
     pub fn truncate(&mut self, len: usize) {
         for sequence in &mut self.sequences {
             let is_lost = |layer: &LayerCache| match layer {
                 LayerCache::Attention(_) => false,
                 // It has one token more than the next one needs.
                 LayerCache::ShortConv(_) => sequence.ids.len() > len + 1,
+                LayerCache::GatedDelta(_) => sequence.ids.len() > len,
             };
             let is_lost = sequence.layers.iter().any(is_lost);
             sequence.ids.truncate(if is_lost { 0 } else { len });
         }
+    }
+
+    /// The caches of a layer that are of one kind, with the number of new tokens of each sequence.
+    fn of_layer<C>(
+        &self,
+        layer: usize,
+        counts: &[usize],
+        of_kind: impl Fn(&LayerCache) -> Option<&C>,
+    ) -> Vec<CachedSequence<'_, C>> {
+        let sequences = self.sequences.iter().zip(counts).filter_map(|(SequenceCache { layers, ids, .. }, new)| {
+            Some(CachedSequence { cache: of_kind(&layers[layer])?, past: ids.len(), new: *new })
+        });
+        sequences.collect()
     }
 
     /// The positions of `counts` new tokens of each sequence, and their rotary tables with their rows' first position.
@@ -247,29 +266,30 @@ impl Decoder {
         for (i, dtype) in compute[..self.spec.num_layers].iter().enumerate() {
             let scratch = LayerScratch::of(blocks, *dtype)?;
             let acts = scratch.block()?;
-            let sequences = || {
-                let sequences = cache.sequences.iter().zip(&counts);
-                sequences.map(|(SequenceCache { layers, ids, .. }, new)| (&layers[i], ids.len(), *new))
-            };
-            let out = &acts.attended;
+            let out = &mixer_output(&self.spec, i, &acts.attended)?;
             self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |inputs| match inputs {
                 MixerInputs::Attention(qkv) => {
-                    let sequences = sequences().filter_map(|(cache, past, new)| match cache {
-                        LayerCache::Attention(cache) => Some(CachedSequence { cache, past, new }),
-                        LayerCache::ShortConv(_) => None,
+                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
+                        LayerCache::Attention(layer) => Some(layer),
+                        _ => None,
                     });
-                    let sequences = &sequences.collect::<Vec<_>>();
                     let shape = self.shape(i, 1, rows);
                     let sinks = self.sinks(weights, i);
                     op::DecodeAttention { shape, sequences, qkv, sinks, out }.run(kernels)
                 }
                 MixerInputs::ShortConv { input, weight } => {
-                    let sequences = sequences().filter_map(|(cache, past, new)| match cache {
-                        LayerCache::ShortConv(cache) => Some(ConvSequence { cache, past, new }),
-                        LayerCache::Attention(_) => None,
+                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
+                        LayerCache::ShortConv(layer) => Some(layer),
+                        _ => None,
                     });
-                    let sequences = &sequences.collect::<Vec<_>>();
                     op::DecodeShortConv { input, weight, sequences, out }.run(kernels)
+                }
+                MixerInputs::GatedDelta { heads, eps, input, params } => {
+                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
+                        LayerCache::GatedDelta(layer) => Some(layer),
+                        _ => None,
+                    });
+                    op::DecodeGatedDelta { heads, input, params, eps, sequences, out }.run(kernels)
                 }
             })?;
             self.add_mlp(cx, i, (acts, scratch), stream)?;

@@ -166,12 +166,12 @@ fn layer_name(ModuleId { block, op }: ModuleId) -> String {
         ModuleOp::Linear(LinearRole::Gate | LinearRole::GateUp) | ModuleOp::Router => "mlp.gate",
         ModuleOp::Linear(LinearRole::Down) => "mlp.c_proj",
         ModuleOp::Attention => "attn",
-        ModuleOp::Linear(LinearRole::ConvIn | LinearRole::ConvOut) | ModuleOp::ShortConv => "conv",
         ModuleOp::AttnResidual => "attn.residual",
         ModuleOp::Activation => "mlp.gelu",
         ModuleOp::Expert(..) => "mlp.experts",
         ModuleOp::MlpResidual => "mlp.residual",
         ModuleOp::Head => "lm_head",
+        _ => "recurrence",
     };
     block.map_or_else(|| name.to_owned(), |block| format!("h.{block}.{name}"))
 }

@@ -3,7 +3,7 @@
 use crate::engine::model::family::{ConfigReader, one_or_more};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, ModelSpec};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Reads the keys that all Llama-like families share. `default` provides missing keys except the size of a head. The
 /// number of key heads defaults to `kv_heads`; without it, and for `null`, to the number of query heads.
@@ -87,6 +87,40 @@ pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec) -> Result<Mode
         _ => spec.max_position_embeddings,
     };
     Ok(ModelSpec { rope: Some(rope), max_position_embeddings: context, ..spec })
+}
+
+/// The key of the part of a head that is rotated.
+pub(super) const PARTIAL: &str = "partial_rotary_factor";
+
+/// [`with_rope`] for rotary embeddings of a part of each head; a missing key means `default`.
+pub(super) fn with_partial_rope(
+    mut config: Map<String, Value>,
+    spec: ModelSpec,
+    default: f64,
+) -> Result<ModelSpec, String> {
+    let mut partial = ConfigReader(&config).f64(PARTIAL, default)?;
+    config.remove(PARTIAL);
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(Value::Object(rope)) = config.get_mut(key) else { continue };
+        partial = ConfigReader(rope).f64(PARTIAL, partial)?;
+        rope.remove(PARTIAL);
+    }
+    let head_dim = spec.head_dim;
+    let rotary_dim = (head_dim as f64 * partial + 1e-6) as usize;
+    if !(rotary_dim.is_multiple_of(2) && (2..=head_dim).contains(&rotary_dim)) {
+        let whole = format!("of a head of {head_dim}; they need an even number of elements");
+        return Err(format!("`{PARTIAL}` is {partial}: rotary position embeddings of {rotary_dim} elements {whole}"));
+    }
+    with_rope(&ConfigReader(&config), ModelSpec { rotary_dim: (rotary_dim < head_dim).then_some(rotary_dim), ..spec })
+}
+
+/// Reads the part of a head that is rotated from the metadata of a GGUF file.
+pub(super) fn read_partial_rope(keys: &Map<String, Value>, json: &mut Map<String, Value>) {
+    let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
+    let sizes = (number(keys.get("rope.dimension_count")), number(json.get("head_dim")));
+    if let (Some(rotated), Some(whole)) = sizes {
+        json.insert(PARTIAL.into(), json!(rotated / whole));
+    }
 }
 
 /// Writes the keys that all Llama-like families share.

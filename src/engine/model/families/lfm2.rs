@@ -4,7 +4,7 @@
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{LinearRole, ModelSpec, ModuleOp, NormRole, QkNorm, ShortConvLayers};
+use crate::engine::model::spec::{LinearRole, ModelSpec, ModuleOp, NormRole, QkNorm, Recurrence, RecurrentLayers};
 use serde_json::{Map, Value};
 
 pub(super) static LFM2: Family = Family {
@@ -22,8 +22,12 @@ pub(super) static LFM2: Family = Family {
         let mut json = llama::write(spec);
         json[ADJUSTS] = false.into();
         json["norm_eps"] = spec.norm_eps.into();
-        json[TAPS] = spec.short_conv.as_ref().map_or(DEFAULT_TAPS, |convolutions| convolutions.taps).into();
-        let kind = |block| if spec.has_short_conv(block) { "conv" } else { "full_attention" };
+        let taps = (0..spec.num_layers).find_map(|block| match spec.recurrence(block)? {
+            Recurrence::ShortConv { taps } => Some(taps),
+            Recurrence::GatedDelta { .. } => None,
+        });
+        json[TAPS] = taps.unwrap_or(DEFAULT_TAPS).into();
+        let kind = |block| if spec.recurrence(block).is_some() { "conv" } else { "full_attention" };
         json["layer_types"] = (0..spec.num_layers).map(kind).collect();
         json
     },
@@ -48,7 +52,7 @@ pub(super) static LFM2: Family = Family {
         final_norm: "token_embd_norm",
         read: read_gguf,
         write: |spec, keys| {
-            let heads = |block| if spec.has_short_conv(block) { 0 } else { spec.kv_heads };
+            let heads = |block| if spec.recurrence(block).is_some() { 0 } else { spec.kv_heads };
             keys.retain(|(key, _)| *key != KV_HEADS);
             keys.push((KV_HEADS, (0..spec.num_layers).map(heads).collect()));
             Ok(())
@@ -90,8 +94,9 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     }
     let taps = keys.positive_usize(TAPS, DEFAULT_TAPS)?;
     let layers = convolutions(keys, spec.num_layers)?;
-    let short_conv = layers.contains(&true).then_some(ShortConvLayers { taps, layers });
-    Ok(ModelSpec { intermediate_size: inner_size(keys, spec.intermediate_size)?, short_conv, ..spec })
+    let recurrence = Recurrence::ShortConv { taps };
+    let recurrent = layers.contains(&true).then_some(RecurrentLayers { recurrence, layers });
+    Ok(ModelSpec { intermediate_size: inner_size(keys, spec.intermediate_size)?, recurrent, ..spec })
 }
 
 /// The width of the MLP. transformers cuts it to two thirds by default, times a factor, and rounds it up to whole blocks.

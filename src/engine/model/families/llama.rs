@@ -7,7 +7,9 @@ use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, EmbeddingScale, ModelSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
-pub(super) use super::keys::{head_dim, only_silu, read, read_uniform, with_rope, write};
+pub(super) use super::keys::{
+    PARTIAL, head_dim, only_silu, read, read_partial_rope, read_uniform, with_partial_rope, with_rope, write,
+};
 pub(super) use super::names::{in_block, layer_name, parameter_name};
 pub(super) use super::windows::{
     alternates, check_alternation, has_no_window, layer_types, layers_of_type, no_windows, sliding_layers, window,
@@ -143,7 +145,8 @@ pub(super) fn default() -> ModelSpec {
         unrotated: Vec::new(),
         query_scale: None,
         sliding: None,
-        short_conv: None,
+        recurrent: None,
+        attention_gate: false,
         attention_scale: None,
         attention_sinks: false,
         attention_softcap: None,

@@ -1,7 +1,7 @@
 //! Phi-3 and Phi-4 mini (Abdin et al., 2024): Llama with queries, keys and values in one weight, gate and up in another, and
 //! rotary embeddings of a part of each head with factors for two lengths.
 
-use super::llama::{self, head_dim, only_silu, with_rope};
+use super::llama::{self, PARTIAL, head_dim, only_silu, with_partial_rope};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::rope::{ORIGINAL, RopeType, longrope_attention_factor};
 use crate::engine::model::spec::{DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp};
@@ -19,11 +19,7 @@ pub(super) static PHI3: Family = Family {
         architecture: "phi3",
         frequency_factors: Some("longrope"),
         read: |keys, json| {
-            let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
-            let sizes = (number(keys.get("rope.dimension_count")), number(json.get("head_dim")));
-            if let (Some(rotated), Some(whole)) = sizes {
-                json.insert(PARTIAL.into(), json!(rotated / whole));
-            }
+            llama::read_partial_rope(keys, json);
             let original = json.get("rope_scaling").and_then(|rope| rope.get(ORIGINAL)).cloned();
             json.extend(original.map(|original| (ORIGINAL.to_owned(), original)));
             // llama.cpp writes 0 for a model without windows.
@@ -38,9 +34,6 @@ pub(super) static PHI3: Family = Family {
     },
     ..llama::BASE
 };
-
-/// The key of the part of a head that is rotated.
-const PARTIAL: &str = "partial_rotary_factor";
 
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
@@ -58,16 +51,12 @@ fn default() -> ModelSpec {
     }
 }
 
-/// The configuration with `rope_parameters` as other families have it, and the part of a head that is rotated.
-fn standard_rope(keys: &ConfigReader<'_>) -> Result<(Map<String, Value>, f64), String> {
+/// The configuration with `rope_parameters` as other families have it.
+fn standard_rope(keys: &ConfigReader<'_>) -> Result<Map<String, Value>, String> {
     let mut config = keys.0.clone();
-    let mut partial = keys.f64(PARTIAL, 1.0)?;
-    config.remove(PARTIAL);
     let original = keys.positive_usize(ORIGINAL, 4096)?;
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(Value::Object(rope)) = config.get_mut(key) else { continue };
-        partial = ConfigReader(rope).f64(PARTIAL, partial)?;
-        rope.remove(PARTIAL);
         for key in ["rope_type", "type"] {
             // Older files have these names for it.
             if matches!(rope.get(key).and_then(Value::as_str), Some("su" | "yarn")) {
@@ -77,22 +66,15 @@ fn standard_rope(keys: &ConfigReader<'_>) -> Result<(Map<String, Value>, f64), S
         // transformers takes the outer value, or its default, also if there is an inner one.
         rope.insert(ORIGINAL.into(), original.into());
     }
-    Ok((config, partial))
+    Ok(config)
 }
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     only_silu(keys)?;
     let spec = llama::read(keys, default(), None)?;
-    let (config, partial) = standard_rope(keys)?;
     let head_dim = head_dim(keys, &spec, None)?;
-    let rotary_dim = (head_dim as f64 * partial + 1e-6) as usize;
-    if !(rotary_dim.is_multiple_of(2) && (2..=head_dim).contains(&rotary_dim)) {
-        let whole = format!("of a head of {head_dim}; they need an even number of elements");
-        return Err(format!("`{PARTIAL}` is {partial}: rotary position embeddings of {rotary_dim} elements {whole}"));
-    }
     let dropout = DropoutRates { residual: keys.dropout("resid_pdrop", 0.0)?, ..spec.dropout };
-    let rotary_dim = (rotary_dim < head_dim).then_some(rotary_dim);
-    let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, rotary_dim, dropout, ..spec })?;
+    let spec = with_partial_rope(standard_rope(keys)?, ModelSpec { head_dim, dropout, ..spec }, 1.0)?;
     if keys.0.get("sliding_window").is_none_or(Value::is_null) {
         return Ok(spec);
     }

@@ -117,7 +117,7 @@ fn lfm2s_layers_are_convolutions_unless_listed() {
         config[key] = value;
         config
     };
-    let layers = |key, value| read(&config(key, value)).short_conv.map(|convolutions| convolutions.layers);
+    let layers = |key, value| read(&config(key, value)).recurrent.map(|recurrent| recurrent.layers);
     assert_eq!(layers("full_attn_idxs", json!([2])), Some(vec![true, true, false]));
     assert_eq!(layers("layer_types", json!(["conv", "full_attention", "conv"])), Some(vec![true, false, true]));
     assert_eq!(layers("layer_types", Value::Null), None);
@@ -132,6 +132,31 @@ fn lfm2s_layers_are_convolutions_unless_listed() {
         let error = ModelSpec::from_json(config(key, value).to_string().as_bytes(), "x").unwrap_err().to_string();
         assert!(error.contains(key), "{error}");
     }
+}
+
+#[test]
+fn qwen_3_5_has_attention_in_every_fourth_layer_unless_listed() {
+    let config = |key: &str, value: Value| {
+        let mut config = json!({"model_type": "qwen3_5_text", "num_hidden_layers": 5});
+        config[key] = value;
+        config
+    };
+    let layers = |key, value| read(&config(key, value)).recurrent.unwrap().layers;
+    assert_eq!(layers("layer_types", Value::Null), [true, true, true, false, true]);
+    assert_eq!(layers("full_attention_interval", json!(2)), [true, false, true, false, true]);
+    let listed = json!(["linear_attention", "full_attention", "full_attention", "full_attention", "full_attention"]);
+    assert_eq!(layers("layer_types", listed), [true, false, false, false, false]);
+    let rope = json!({"rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [11, 11, 10]});
+    let spec = read(&config("rope_parameters", rope));
+    assert_eq!((spec.rope, spec.rotary_dim), (Some(Rope::plain(1e7)), Some(128)));
+    assert_eq!(read(&config("head_dim", json!(64))).rotary_dim, Some(16));
+    for (key, value) in [("linear_num_key_heads", json!(5)), ("attn_output_gate", json!(false))] {
+        let error = ModelSpec::from_json(config(key, value).to_string().as_bytes(), "x").unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+    let name = |tensor| qwen3_5::QWEN3_5.parameter(tensor);
+    assert_eq!(name("model.language_model.layers.0.linear_attn.A_log"), Some("layers.0.linear_attn.A_log"));
+    assert_eq!((name("model.visual.blocks.0.norm1.weight"), name("mtp.norm.weight")), (None, None));
 }
 
 #[test]
@@ -202,7 +227,8 @@ fn mixtures_are_refused_by_what_is_not_built() {
 
 #[test]
 fn families_that_the_engine_cannot_compute_are_refused_with_what_it_lacks() {
-    for (model_type, lacking) in [("gemma4_text", "shared keys"), ("qwen3_5_text", "a gated delta rule")] {
+    for (model_type, lacking) in [("gemma4_text", "shared keys"), ("qwen3_5_moe_text", "experts that all tokens share")]
+    {
         let text = json!({"model_type": model_type, "num_hidden_layers": 2});
         // Models of images and text have the text model's configuration in a part.
         for config in [text.clone(), json!({"model_type": "qwen3_5", "text_config": text})] {

@@ -18,6 +18,8 @@ pub enum NormRole {
     Mlp,
     /// After the MLP, before its output is added to the residual stream.
     PostMlp,
+    /// The norm of each head of a gated delta rule's output.
+    Delta,
     /// Before the head.
     Final,
 }
@@ -39,6 +41,18 @@ pub enum LinearRole {
     ConvIn,
     /// After a short convolution.
     ConvOut,
+    /// Into a gated delta rule: all its inputs in one.
+    DeltaIn,
+    /// Its queries, keys and values.
+    DeltaQkv,
+    /// The gate of its output.
+    DeltaGate,
+    /// The share of a value that it writes to the state.
+    DeltaBeta,
+    /// The decay of its state.
+    DeltaDecay,
+    /// After a gated delta rule.
+    DeltaOut,
     /// Gate and up in one.
     GateUp,
     /// The gate of a gated MLP.
@@ -54,6 +68,7 @@ impl LinearRole {
     pub(in crate::engine::model) const fn fused(self, activation: Activation) -> Self {
         match self {
             Self::Query | Self::Key | Self::Value => Self::Qkv,
+            Self::DeltaQkv | Self::DeltaGate | Self::DeltaBeta | Self::DeltaDecay => Self::DeltaIn,
             Self::Gate => Self::GateUp,
             Self::Up if activation.is_gated() => Self::GateUp,
             other => other,
@@ -78,8 +93,10 @@ pub enum ModuleOp {
     Expert(u16, LinearRole),
     /// Attention itself.
     Attention,
-    /// A short convolution itself.
+    /// A short convolution itself, or the one of a gated delta rule.
     ShortConv,
+    /// A gated delta rule itself.
+    GatedDelta,
     /// The residual stream after attention.
     AttnResidual,
     /// The MLP's activation.

@@ -67,7 +67,8 @@ fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivati
         |norm: &PostNorm| -> Result<PostNorm> { Ok(PostNorm { input: rows(&norm.input)?, rstd: rows(&norm.rstd)? }) };
     let heads = |heads: &QkNorms| -> Result<QkNorms> {
         let [queries, keys] = &heads.rstd;
-        Ok(QkNorms { out: rows(&heads.out)?, rstd: [rows(queries)?, rows(keys)?] })
+        let without_gates = optional(heads.queries.as_ref(), rows)?;
+        Ok(QkNorms { queries: without_gates, out: rows(&heads.out)?, rstd: [rows(queries)?, rows(keys)?] })
     };
     let routing = |Routing { logits, weights, .. }: &Routing| -> Result<Routing> {
         Ok(Routing { logits: rows(logits)?, weights: rows(weights)?, decisions: RefCell::default() })
@@ -77,6 +78,7 @@ fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivati
         qkv: rows(&block.qkv)?,
         heads: optional(block.heads.as_ref(), heads)?,
         attended: rows(&block.attended)?,
+        gated: optional(block.gated.as_ref(), rows)?,
         lse: rows(&block.lse)?,
         post_attention: optional(block.post_attention.as_ref(), branch)?,
         middle: rows(&block.middle)?,

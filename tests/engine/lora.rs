@@ -6,7 +6,9 @@ use crate::common::compare::{assert_close, max_difference, relative, values};
 use crate::common::engine::{POLICIES, by_name, over_folder, unscaled};
 use crate::common::golden::{Case, names};
 use candle_core::{DType, Device, Tensor};
-use finetune::engine::model::{ForwardMode, Lora, ModelSpec, ModuleId, ParamRole, Parameters, merge_adapters};
+use finetune::engine::model::{
+    ForwardMode, Lora, ModelSpec, ModuleId, ParamRole, Parameters, Recurrence, merge_adapters,
+};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
@@ -175,15 +177,22 @@ fn a_written_adapter_reads_back() {
     }
 }
 
-/// PEFT compares by letters: `norm` would name every norm, and `conv` LFM2's convolutions with their products.
+/// PEFT compares by letters: `norm` would name every norm, and `conv` LFM2's convolutions with their products. It saves modules with
+/// all that are inside.
 #[test]
 fn the_name_of_a_saved_module_is_that_of_no_other() {
     for case in Case::families() {
         let base = ModelFolder::open(&case.folder).unwrap();
-        let name = if base.spec().recurrent.is_some() { "conv.conv" } else { "norm" };
+        let name = match base.spec().recurrent.as_ref().map(|recurrent| recurrent.recurrence) {
+            Some(Recurrence::ShortConv { .. }) => "conv.conv",
+            Some(Recurrence::GatedDelta { .. }) => "linear_attn.norm",
+            None => "norm",
+        };
         let saved = Lora::modules_to_save(base.spec(), &[name]).unwrap();
         let expected = if name == "norm" { "model.norm" } else { name };
         assert_eq!(Lora::names(base.spec(), &saved, true), [expected], "{}", case.name);
+        let outer = Lora::modules_to_save(base.spec(), &[if name == "norm" { "self_attn" } else { "linear_attn" }]);
+        assert!(outer.is_err(), "{}", case.name);
     }
 }
 

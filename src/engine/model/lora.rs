@@ -73,6 +73,14 @@ impl Lora {
             return Err(Error::config(KEY, message));
         }
         spec.check_whole_products(KEY, &saved)?;
+        for layer in &saved {
+            let name = format!("{}.", spec.layer_name(*layer));
+            if let Some(inner) = base.iter().find(|entry| spec.layer_name(entry.layer).starts_with(&name)) {
+                let (name, inner) = (spec.layer_name(*layer), spec.layer_name(inner.layer));
+                let message = format!("`{name}` contains `{inner}`, which PEFT would save too; leave out `{name}`");
+                return Err(Error::config(KEY, message));
+            }
+        }
         Ok(saved)
     }
 

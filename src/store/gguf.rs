@@ -6,12 +6,14 @@
 mod architectures;
 mod model;
 mod mxfp4;
+mod rotary;
 mod tokenizer;
 mod value_heads;
 mod vocabulary;
 
-pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, gguf_offset};
+pub use architectures::{GgufHeader, GgufMetadata, gguf_offset};
 pub use model::GgufModel;
+pub use rotary::{ROPE_FACTORS, RopeFactors};
 pub(crate) use vocabulary::vocabulary;
 
 use self::mxfp4::BLOCK_BYTES;

@@ -1,6 +1,6 @@
 //! AdamW (Loshchilov and Hutter, 2019), fused with unscaling, clipping and the working copy.
 
-use crate::blockwise::{BLOCK_SIZE, BlockwiseQuantized, dequantize, quantize};
+use crate::blockwise::{BLOCK_SIZE, BlockwiseQuantized, Moment, dequantize, quantize};
 use crate::op::{MomentScales, same_shapes};
 use crate::precision::{FloatFormat, UpdateCounts};
 use crate::rows::{Rows, SplitRows, for_each_part};
@@ -102,11 +102,11 @@ impl Moments<'_> {
                 let [m_values, v_values] = values.each_mut().map(|values| &mut values[..range.len()]);
                 let m = (&mut m.0.view[range.clone()], &mut m.1.view[blocks.clone()]);
                 let v = (&mut v.0.view[range], &mut v.1.view[blocks]);
-                dequantize(true, (m.0, m.1), m_values);
-                dequantize(false, (v.0, v.1), v_values);
+                dequantize(Moment::First, (m.0, m.1), m_values);
+                dequantize(Moment::Second, (v.0, v.1), v_values);
                 update_block(step, weight_decay, grad, master, [&mut *m_values, &mut *v_values]);
-                quantize(true, m_values, m);
-                quantize(false, v_values, v);
+                quantize(Moment::First, m_values, m);
+                quantize(Moment::Second, v_values, v);
             }
         }
     }

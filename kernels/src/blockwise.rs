@@ -15,6 +15,15 @@ pub const BLOCK_SIZE: usize = 256;
 /// Tensors with fewer elements stay FP32.
 pub const MIN_QUANTIZED_ELEMENTS: usize = 4096;
 
+/// The mean that a moment is of, which determines the values of its codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// Of gradients.
+    First,
+    /// Of squared gradients, which have no sign.
+    Second,
+}
+
 /// A moment of one tensor.
 #[derive(Clone, Debug)]
 pub struct BlockwiseQuantized {
@@ -26,27 +35,34 @@ pub struct BlockwiseQuantized {
     map: Tensor,
 }
 
-static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(true));
-static UNSIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(false));
+static FIRST: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(&[1.0, -1.0]));
+static SECOND: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(&[1.0]));
 
 /// The dynamic data type: seven decades, each with twice as many evenly spaced values as the one below, and 0 and 1.
-fn dynamic_map(signed: bool) -> [f32; 256] {
+fn dynamic_map(signs: &[f64]) -> [f32; 256] {
     let mut values = vec![0.0f32, 1.0];
     for decade in 0..7u32 {
-        let count = 1usize << if signed { decade } else { decade + 1 };
+        let count = (2usize << decade) / signs.len();
         let boundary = |at: usize| 0.1 + 0.9 * at as f64 / count as f64;
         for at in 0..count {
             let mean = f64::midpoint(boundary(at), boundary(at + 1)) * 10f64.powi(decade as i32 - 6);
-            values.push(mean as f32);
-            if signed {
-                values.push(-mean as f32);
-            }
+            values.extend(signs.iter().map(|sign| (sign * mean) as f32));
         }
     }
     values.sort_by(f32::total_cmp);
     let mut map = [0.0; 256];
     map.copy_from_slice(&values);
     map
+}
+
+impl Moment {
+    /// The values of the codes.
+    fn map(self) -> &'static [f32; 256] {
+        match self {
+            Self::First => &FIRST,
+            Self::Second => &SECOND,
+        }
+    }
 }
 
 /// The code of the value nearest to `x`, which is not beyond 1; of two as near, the lower.
@@ -61,13 +77,9 @@ fn nearest(map: &[f32; 256], x: f32) -> u8 {
     at as u8
 }
 
-fn map(signed: bool) -> &'static [f32; 256] {
-    if signed { &SIGNED } else { &UNSIGNED }
-}
-
-/// The values of blocks with these codes and largest magnitudes. A first moment is `signed`.
-pub(crate) fn dequantize(signed: bool, (codes, absmax): (&[u8], &[f32]), out: &mut [f32]) {
-    let map = map(signed);
+/// The values of blocks with these codes and largest magnitudes.
+pub(crate) fn dequantize(moment: Moment, (codes, absmax): (&[u8], &[f32]), out: &mut [f32]) {
+    let map = moment.map();
     for ((out, codes), absmax) in out.chunks_mut(BLOCK_SIZE).zip(codes.chunks(BLOCK_SIZE)).zip(absmax) {
         for (out, code) in out.iter_mut().zip(codes) {
             *out = map[usize::from(*code)] * absmax;
@@ -76,26 +88,27 @@ pub(crate) fn dequantize(signed: bool, (codes, absmax): (&[u8], &[f32]), out: &m
 }
 
 /// [`dequantize`] for tensors on any device.
-pub(crate) fn dequantized(signed: bool, codes: &Tensor, absmax: &Tensor) -> Result<Vec<f32>> {
+pub(crate) fn dequantized(moment: Moment, codes: &Tensor, absmax: &Tensor) -> Result<Vec<f32>> {
     let mut values = vec![0.0; codes.elem_count()];
-    dequantize(signed, (&codes.to_vec1()?, &absmax.to_vec1()?), &mut values);
+    dequantize(moment, (&codes.to_vec1()?, &absmax.to_vec1()?), &mut values);
     Ok(values)
 }
 
 /// Writes the codes and largest magnitudes of blocks of `values`.
-pub(crate) fn quantize(signed: bool, values: &[f32], (codes, absmax): (&mut [u8], &mut [f32])) {
-    let map = map(signed);
+pub(crate) fn quantize(moment: Moment, values: &[f32], (codes, absmax): (&mut [u8], &mut [f32])) {
+    let map = moment.map();
     for ((codes, absmax), values) in codes.chunks_mut(BLOCK_SIZE).zip(absmax).zip(values.chunks(BLOCK_SIZE)) {
         *absmax = values.iter().fold(0.0, |most, value| value.abs().max(most));
         let inverse = if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 };
         for (code, value) in codes.iter_mut().zip(values) {
             *code = nearest(map, (value * inverse).clamp(-1.0, 1.0));
-            // A second moment of 0 would divide the first one by `eps` alone.
-            if !signed && *value > 0.0 {
-                *code = (*code).max(1);
-            }
-            if signed && map[usize::from(*code)].is_sign_negative() != value.is_sign_negative() {
-                *code = if *value > 0.0 { code.saturating_add(1) } else { code.saturating_sub(1) };
+            match moment {
+                Moment::First if map[usize::from(*code)].is_sign_negative() != value.is_sign_negative() => {
+                    *code = if *value > 0.0 { code.saturating_add(1) } else { code.saturating_sub(1) };
+                }
+                // A second moment of 0 would divide the first one by `eps` alone.
+                Moment::Second if *value > 0.0 => *code = (*code).max(1),
+                _ => {}
             }
         }
     }
@@ -103,22 +116,22 @@ pub(crate) fn quantize(signed: bool, values: &[f32], (codes, absmax): (&mut [u8]
 
 impl BlockwiseQuantized {
     /// Zeros.
-    pub fn zeros(elements: usize, signed: bool, device: &Device) -> Result<Self> {
+    pub fn zeros(elements: usize, moment: Moment, device: &Device) -> Result<Self> {
         // A GPU has no memory of no elements.
         let device = if elements == 0 { &Device::Cpu } else { device };
         Ok(Self {
-            codes: Tensor::full(nearest(map(signed), 0.0), elements, device)?,
+            codes: Tensor::full(nearest(moment.map(), 0.0), elements, device)?,
             absmax: Tensor::zeros(elements.div_ceil(BLOCK_SIZE), DType::F32, device)?,
-            map: Tensor::new(map(signed), device)?,
+            map: Tensor::new(moment.map(), device)?,
         })
     }
 
-    pub(crate) fn from_values(values: &[f32], signed: bool, device: &Device) -> Result<Self> {
+    pub(crate) fn from_values(values: &[f32], moment: Moment, device: &Device) -> Result<Self> {
         let mut codes = vec![0; values.len()];
         let mut absmax = vec![0.0; values.len().div_ceil(BLOCK_SIZE)];
-        quantize(signed, values, (&mut codes, &mut absmax));
+        quantize(moment, values, (&mut codes, &mut absmax));
         let [codes, absmax] = [Tensor::new(codes, device)?, Tensor::new(absmax, device)?];
-        Ok(Self { codes, absmax, map: Tensor::new(map(signed), device)? })
+        Ok(Self { codes, absmax, map: Tensor::new(moment.map(), device)? })
     }
 
     /// The scales of the codes.
@@ -149,19 +162,20 @@ impl BlockwiseQuantized {
 
 /// Updates a tensor by FP32 moments. Those in 8 bits are converted on the host.
 pub(crate) fn by_fp32_moments(tensor: AdamWTensor<'_>, update: impl Fn(AdamWTensor<'_>) -> Result<()>) -> Result<()> {
-    let Some(scales) = tensor.scales else { return update(tensor) };
-    let codes = [tensor.exp_avg, tensor.exp_avg_sq];
-    let device = tensor.grad.device();
-    let load = |which: usize| {
-        let values = dequantized(which == 0, codes[which], scales[which].absmax)?;
-        Tensor::from_vec(values, tensor.grad.dims(), device)
+    let Some([first, second]) = tensor.scales else { return update(tensor) };
+    let grad = tensor.grad;
+    let stored = [(Moment::First, tensor.exp_avg, first), (Moment::Second, tensor.exp_avg_sq, second)];
+    let wide = |(moment, codes, scales): (Moment, &Tensor, MomentScales<'_>)| {
+        Tensor::from_vec(dequantized(moment, codes, scales.absmax)?, grad.dims(), grad.device())
     };
-    let [exp_avg, exp_avg_sq] = &[load(0)?, load(1)?];
+    let [exp_avg, exp_avg_sq] = stored.map(wide);
+    let (exp_avg, exp_avg_sq) = (&exp_avg?, &exp_avg_sq?);
     update(AdamWTensor { exp_avg, exp_avg_sq, scales: None, ..tensor })?;
-    for (which, values) in [exp_avg, exp_avg_sq].into_iter().enumerate() {
-        let new = BlockwiseQuantized::from_values(&values.flatten_all()?.to_vec1()?, which == 0, device)?;
-        codes[which].slice_set(&new.codes, 0, 0)?;
-        scales[which].absmax.slice_set(&new.absmax, 0, 0)?;
+    for ((moment, codes, scales), values) in stored.into_iter().zip([exp_avg, exp_avg_sq]) {
+        let values = values.flatten_all()?.to_vec1()?;
+        let new = BlockwiseQuantized::from_values(&values, moment, grad.device())?;
+        codes.slice_set(&new.codes, 0, 0)?;
+        scales.absmax.slice_set(&new.absmax, 0, 0)?;
     }
     Ok(())
 }
@@ -173,18 +187,18 @@ mod tests {
     /// Values that bitsandbytes' formula gives in Python.
     #[test]
     fn the_map_is_that_of_bitsandbytes() {
-        assert_eq!(SIGNED.len(), 256);
-        assert!(SIGNED.is_sorted() && UNSIGNED.is_sorted());
+        assert_eq!(FIRST.len(), 256);
+        assert!(FIRST.is_sorted() && SECOND.is_sorted());
         for (map, at, expected) in [
-            (&SIGNED, 0, -0.992_968_74),
-            (&SIGNED, 127, 0.0),
-            (&SIGNED, 128, 5.5e-7),
-            (&SIGNED, 255, 1.0),
-            (&UNSIGNED, 0, 0.0),
-            (&UNSIGNED, 1, 3.25e-7),
-            (&UNSIGNED, 2, 7.75e-7),
-            (&UNSIGNED, 254, 0.996_484_4),
-            (&UNSIGNED, 255, 1.0),
+            (&FIRST, 0, -0.992_968_74),
+            (&FIRST, 127, 0.0),
+            (&FIRST, 128, 5.5e-7),
+            (&FIRST, 255, 1.0),
+            (&SECOND, 0, 0.0),
+            (&SECOND, 1, 3.25e-7),
+            (&SECOND, 2, 7.75e-7),
+            (&SECOND, 254, 0.996_484_4),
+            (&SECOND, 255, 1.0),
         ] {
             let found: f32 = map[at];
             assert!((found - expected).abs() <= 1e-6 * expected.abs(), "{at}: {found} {expected}");
@@ -204,13 +218,13 @@ mod tests {
     fn blocks_keep_their_zeros_and_their_signs() {
         let values: Vec<f32> =
             (0..1000).map(|i| ((i * 37 % 501) as f32 - 250.0) * 1e-6f32.powi((i / 256) % 2)).collect();
-        for signed in [true, false] {
-            let values: Vec<f32> = values.iter().map(|x| if signed { *x } else { x.abs() }).collect();
+        for moment in [Moment::First, Moment::Second] {
+            let values: Vec<f32> = values.iter().map(|x| if moment == Moment::First { *x } else { x.abs() }).collect();
             let quantized = |values: &[f32]| {
                 let (mut codes, mut absmax) = ([0; 1000], [0.0; 4]);
-                quantize(signed, values, (&mut codes, &mut absmax));
+                quantize(moment, values, (&mut codes, &mut absmax));
                 let mut read = [0.0; 1000];
-                dequantize(signed, (&codes, &absmax), &mut read);
+                dequantize(moment, (&codes, &absmax), &mut read);
                 (codes, read)
             };
             let (codes, read) = quantized(&values);
@@ -221,8 +235,8 @@ mod tests {
                     assert!((x - y).abs() <= 0.0075 * most && x * y >= 0.0, "{x} {y}");
                 }
             }
-            // The signed map has no -1, so that a block whose largest value is negative shrinks.
-            if !signed {
+            // The map of a first moment has no -1, so that a block whose largest value is negative shrinks.
+            if moment == Moment::Second {
                 assert_eq!(quantized(&read).0, codes, "what has been rounded stays as it is");
                 assert!(values.iter().zip(&read).all(|(x, y)| (*x > 0.0) == (*y > 0.0)), "no second moment becomes 0");
             }

@@ -3,7 +3,7 @@
 
 use crate::engine::collective::{ProcessGroup, Shards, gather};
 use crate::engine::kernels::adamw::{AdamWStep, AdamWTensor};
-use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
+use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS, Moment};
 use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
@@ -103,8 +103,8 @@ impl AdamW {
             if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS {
                 storage.push(MomentStorage::Int8(quantized.len()));
                 let range = masters.range(index);
-                let zeros = |signed| BlockwiseQuantized::zeros(range.len(), signed, &masters.device());
-                let moments = [zeros(true)?, zeros(false)?];
+                let zeros = |moment| BlockwiseQuantized::zeros(range.len(), moment, &masters.device());
+                let moments = [zeros(Moment::First)?, zeros(Moment::Second)?];
                 quantized.push(QuantizedMoments { name: entry.name.clone(), elements, range, moments });
             } else {
                 storage.push(MomentStorage::Fp32(exact.len()));

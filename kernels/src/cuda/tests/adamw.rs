@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::adamw::{AdamWStep, AdamWTensor};
-use crate::blockwise::{BlockwiseQuantized, by_fp32_moments};
+use crate::blockwise::{BlockwiseQuantized, Moment, by_fp32_moments};
 
 /// Codes, magnitudes and masters have the same bits: in blocks of zeros, of zeros and tiny numbers, and in one that ends early.
 #[test]
@@ -16,9 +16,10 @@ fn moments_in_8_bits_are_those_of_the_host() {
         pattern(LEN, salt, DType::F32).into_iter().enumerate().map(|(i, x)| x * scale(i)).collect()
     };
     let run = |host: bool, order: u32| {
-        let moments = [true, false].map(|signed| {
-            let values = scaled(3).into_iter().map(|x| if signed { x } else { x * x }).collect::<Vec<_>>();
-            BlockwiseQuantized::from_values(&values, signed, &Device::Cpu).unwrap()
+        let moments = [Moment::First, Moment::Second].map(|moment| {
+            let value = |x: f32| if moment == Moment::First { x } else { x * x };
+            let values = scaled(3).into_iter().map(value).collect::<Vec<_>>();
+            BlockwiseQuantized::from_values(&values, moment, &Device::Cpu).unwrap()
         });
         let [m, v] = &moments;
         let (exp_avg, exp_avg_sq) = (&m.codes, &v.codes);

@@ -2,14 +2,14 @@
 
 use super::{Outputs, Trial, equal};
 use crate::adamw::{AdamWStep, AdamWTensor};
-use crate::blockwise::{BlockwiseQuantized, dequantized};
+use crate::blockwise::{BlockwiseQuantized, Moment, dequantized};
 use crate::precision::UpdateCounts;
 use crate::{op, view};
 use candle_core::{DType, Device, Error, Result, Tensor};
 
-/// Writes the values of `moment` into `out`.
-fn moment_values(out: &Tensor, moment: &BlockwiseQuantized, signed: bool, device: &Device) -> Result<()> {
-    let values = Tensor::new(dequantized(signed, &moment.codes, &moment.absmax)?, device)?;
+/// Writes the values of a moment into `out`.
+fn moment_values(out: &Tensor, quantized: &BlockwiseQuantized, moment: Moment, device: &Device) -> Result<()> {
+    let values = Tensor::new(dequantized(moment, &quantized.codes, &quantized.absmax)?, device)?;
     out.slice_set(&values.to_dtype(out.dtype())?, 0, 0)
 }
 
@@ -21,14 +21,14 @@ pub(super) fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [cou
     let exp_avg_sq = &t.mapped("exp_avg_sq", &[len], DType::F32, |_, x| x * x)?;
     let (master, exp_avg) = (&master?, &exp_avg?);
     // Moments of the values that 8 bits hold.
-    let moments: Vec<BlockwiseQuantized> = [(exp_avg, true), (exp_avg_sq, false)]
+    let moments: Vec<BlockwiseQuantized> = [(exp_avg, Moment::First), (exp_avg_sq, Moment::Second)]
         .into_iter()
         .filter(|_| quantized)
-        .map(|(values, signed)| {
+        .map(|(values, moment)| {
             let wide = view::to_host(values)?.to_dtype(DType::F32)?.to_vec1()?;
-            let moment = BlockwiseQuantized::from_values(&wide, signed, t.device)?;
-            moment_values(values, &moment, signed, t.device)?;
-            Ok(moment)
+            let quantized = BlockwiseQuantized::from_values(&wide, moment, t.device)?;
+            moment_values(values, &quantized, moment, t.device)?;
+            Ok(quantized)
         })
         .collect::<Result<_>>()?;
     let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
@@ -55,8 +55,8 @@ pub(super) fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [cou
     };
     if let ([m, v], Some(_)) = (&*moments, t.kernels) {
         update([&m.codes, &v.codes], Some([m.scales(), v.scales()]))?;
-        moment_values(exp_avg, m, true, t.device)?;
-        moment_values(exp_avg_sq, v, false, t.device)?;
+        moment_values(exp_avg, m, Moment::First, t.device)?;
+        moment_values(exp_avg_sq, v, Moment::Second, t.device)?;
     } else {
         update([exp_avg, exp_avg_sq], None)?;
     }

@@ -24,6 +24,7 @@ pub(super) fn largest_gradient(
     scale: f32,
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
+    passes.counters = counters;
     let share: Vec<usize> = passes.grads.local_micro_batches(micro_batches.len()).collect();
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
@@ -33,7 +34,7 @@ pub(super) fn largest_gradient(
         let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
         for index in share.iter().copied() {
             let batch = &micro_batches[index];
-            passes.micro_batch(index, batch, counters, factors, &mut largest, &mut |_, _| Ok(()))?;
+            passes.micro_batch(index, batch, factors, &mut largest, &mut |_, _| Ok(()))?;
         }
         // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];

@@ -31,13 +31,13 @@ fn first_nonfinite(
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let (mut passes, _) = engine.passes()?;
-    let before = passes.counters.before_skipped();
+    passes.counters = passes.counters.before_skipped();
     let factors = LossFactors::new(report.scale, passes.objective, micro_batches);
     let mut first = None;
     for index in passes.grads.local_micro_batches(micro_batches.len()) {
         let batch = &micro_batches[index];
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
-        passes.micro_batch(index, batch, before, factors, &mut search, &mut |_, _| Ok(()))?;
+        passes.micro_batch(index, batch, factors, &mut search, &mut |_, _| Ok(()))?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
             first = Some((found.first_nonfinite(passes.model.spec(), index), unit));

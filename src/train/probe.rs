@@ -50,14 +50,14 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let [factors, exact_factors] =
         [scale, 1.0].map(|scale| LossFactors::new(scale, passes.objective, slice::from_ref(batch)));
     let mut choices = [spec.experts, spec.experts].map(|experts| experts.map(ExpertChoices::new));
-    passes.micro_batch(0, batch, counters, factors, &mut choices[0], &mut |_, _| Ok(()))?;
+    passes.micro_batch(0, batch, factors, &mut choices[0], &mut |_, _| Ok(()))?;
     let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
     let mut maxima = AmaxHook { spec, maxima: Vec::new() };
     let weights = Cow::Borrowed(&masters);
     let hook = &mut ();
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
     let hook = &mut (&mut maxima, &mut choices[1]);
-    in_fp32.micro_batch(0, batch, counters, exact_factors, hook, &mut |_, _| Ok(()))?;
+    in_fp32.micro_batch(0, batch, exact_factors, hook, &mut |_, _| Ok(()))?;
     let grads = passes.grads.micro_batch_grads();
     let exact_grads = exact.micro_batch_grads();
 

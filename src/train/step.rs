@@ -9,7 +9,7 @@ use crate::engine::optim::{Collector, Gradients, Update};
 use crate::precision::{PrecisionUnit, UpdateCounts};
 use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::objective::{BatchPass, LossFactors, LossSums, Split};
-use crate::train::state::{Counters, TrainState};
+use crate::train::state::TrainState;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::time::{Duration, Instant};
@@ -32,44 +32,52 @@ pub(super) enum BatchLosses {
 }
 
 impl Passes<'_> {
-    /// Computes the gradients of micro-batch `index` of the step after `counters`. `also` receives every tensor, and `collect` the
-    /// gradients of each block when they are complete. Returns the losses and the time of the forward pass.
+    /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does nothing during
+    /// them.
+    fn may_record(&self, also: &dyn Hook) -> bool {
+        let host_acts = self.objective.kind().needs_log_probs()
+            || self.hook.is_active()
+            || also.is_active()
+            || self.group.world_size() > 1
+            || self.model.spec().experts.is_some();
+        !host_acts && !self.weights.device().is_cpu()
+    }
+
+    /// Computes the gradients of micro-batch `index` of the step after `self.counters`. `also` receives every tensor, and `collect`
+    /// the gradients of each block when they are complete. Returns the losses and the time of the forward pass.
     pub(super) fn micro_batch(
         &mut self,
         index: usize,
         batch: &Batch,
-        counters: Counters,
         LossFactors { scale, count, micro_batches }: LossFactors,
         also: &mut dyn Hook,
         collect: &mut dyn FnMut(&Gradients, PrecisionUnit) -> Result<()>,
     ) -> Result<(BatchLosses, Duration)> {
+        let records = self.may_record(also);
         let model = self.model;
+        let spec = model.spec();
         let weights: &Parameters = &self.weights;
         let objective = &mut *self.objective;
         let grads: &Gradients = self.grads;
         let out = grads.micro_batch_grads();
         let pass = BatchPass { model, weights, batch };
+        let mode = ForwardMode::Train { seed: self.seed, micro_batch: self.counters.micro_batch_index(index) };
         let mut narrow = None;
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        let mode = ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) };
         let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
         let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
         let clock = Instant::now();
         objective.refer(pass, workspace, Split::Train)?;
-        let needs_log_probs = objective.kind().needs_log_probs();
-        if !needs_log_probs {
+        let weighs_after_forward = objective.kind().needs_log_probs();
+        if !weighs_after_forward {
             objective.weigh(pass, workspace)?;
         }
-        let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
+        let balance = spec.experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
         workspace.balance_experts(f64::from(scale) * balance, &batch.row_lens);
         let seed = scale / count as f32;
-        // A GPU may record the passes, and repeat them without the host, if that does nothing during them.
-        let host_acts =
-            needs_log_probs || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
-        let records = !host_acts && !weights.device().is_cpu();
         let target_weights = if records { objective.weights(batch).map(<[f32]>::to_vec) } else { None };
         let inputs = PassInputs {
-            seed: (!needs_log_probs).then_some(seed),
+            seed: (!weighs_after_forward).then_some(seed),
             weights: target_weights.as_deref(),
             buffers: records.then(|| workspace.pass_identity([weights, out], batch.tokens())),
             ..model.pass_inputs(batch.tokens(), &batch.labels, mode)
@@ -81,7 +89,7 @@ impl Passes<'_> {
             model.forward(weights, batch.tokens(), mode, workspace, hook)?;
             forward = clock.elapsed();
             // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
-            if needs_log_probs {
+            if weighs_after_forward {
                 objective.weigh(pass, workspace)?;
             }
             let seed = (seed, objective.weights(batch));
@@ -93,7 +101,8 @@ impl Passes<'_> {
         }
         done?;
         if records {
-            for block in (model.spec().first_trained_block()..model.spec().num_layers).rev() {
+            // Recorded passes have no hook that collects them.
+            for block in (spec.first_trained_block()..spec.num_layers).rev() {
                 collect(grads, PrecisionUnit::Block(block))?;
             }
             return Ok((BatchLosses::OnDevice(workspace.losses().copy()?), forward));
@@ -128,8 +137,7 @@ impl Passes<'_> {
                 if let Some(index) = index {
                     let mut collect = |grads: &Gradients, block| grads.collect(block, collector);
                     let batch = &micro_batches[index];
-                    let (found, forward) =
-                        self.micro_batch(index, batch, self.counters, factors, &mut (), &mut collect)?;
+                    let (found, forward) = self.micro_batch(index, batch, factors, &mut (), &mut collect)?;
                     losses.push((batch, found));
                     let waited = collector.waited().saturating_sub(waited);
                     time.forward += forward;

@@ -337,6 +337,27 @@ impl Gradients {
         Ok(())
     }
 
+    /// The parts of `nodes` that are `pieces`, node after node.
+    fn parts(&self, nodes: &[&Parameters], pieces: &Pieces) -> candle_core::Result<Vec<Tensor>> {
+        let gradients =
+            nodes.iter().flat_map(|node| pieces.iter().map(|(parameter, range)| (&node[*parameter], range)));
+        let part = |(gradient, range): (&Tensor, &Range<usize>)| {
+            let part = view::range(gradient, range.clone())?;
+            // The pass writes the gradients of other blocks to this memory before the exchange has ended.
+            if self.sharding == Sharding::Gradients { part.force_contiguous() } else { Ok(part) }
+        };
+        gradients.map(part).collect()
+    }
+
+    /// Memory for the parts of `nodes` nodes of process `from` that are `pieces`, node after node.
+    fn received_parts(&self, from: usize, nodes: usize, pieces: &Pieces) -> candle_core::Result<Vec<Tensor>> {
+        let device = self.total().device();
+        let zeros = |(parameter, range): &(usize, Range<usize>)| {
+            view::zeros(&[range.len()], self.sent_dtype(from, *parameter), &device)
+        };
+        (0..nodes).flat_map(|_| pieces.iter().map(zeros)).collect()
+    }
+
     /// [`Self::send`] without host memory.
     pub(super) fn send_between_gpus(
         &self,
@@ -346,40 +367,23 @@ impl Gradients {
         collector: &mut Collector<'_>,
     ) -> Result<()> {
         let own = self.own_nodes(exchange);
-        let part = |node: &Parameters, parameter: usize, range: &Range<usize>| {
-            let part = view::range(&node[parameter], range.clone())?;
-            // The pass writes the gradients of other blocks to this memory before the exchange has ended.
-            if self.sharding == Sharding::Gradients { part.force_contiguous() } else { Ok(part) }
-        };
         for mut pieces in self.rounds(members, GPU_CHUNK_ELEMENTS) {
             self.limit_pending(collector)?;
             let (mut out, mut into) = (Vec::new(), Vec::new());
             for (owner, pieces) in pieces.iter().enumerate().filter(|(owner, _)| *owner != self.rank) {
-                for node in &own {
-                    for (parameter, range) in pieces {
-                        out.push((owner, part(node, *parameter, range)?));
-                    }
-                }
+                out.extend(self.parts(&own, pieces)?.into_iter().map(|part| (owner, part)));
             }
             let pieces = pieces.swap_remove(self.rank);
             let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces.len()];
             for (from, nodes) in exchange.nodes.iter().enumerate() {
-                if from == self.rank {
-                    for ((parameter, range), sources) in pieces.iter().zip(&mut sources) {
-                        for node in &own {
-                            sources.push(part(node, *parameter, range)?);
-                        }
-                    }
-                    continue;
-                }
-                for _ in nodes {
-                    for ((parameter, range), sources) in pieces.iter().zip(&mut sources) {
-                        let dtype = self.sent_dtype(from, *parameter);
-                        let received = view::zeros(&[range.len()], dtype, &self.total().device())?;
-                        into.push((from, received.clone()));
-                        sources.push(received);
-                    }
-                }
+                let parts = if from == self.rank {
+                    self.parts(&own, &pieces)?
+                } else {
+                    let parts = self.received_parts(from, nodes.len(), &pieces)?;
+                    into.extend(parts.iter().map(|part| (from, part.clone())));
+                    parts
+                };
+                parts.into_iter().enumerate().for_each(|(at, part)| sources[at % pieces.len()].push(part));
             }
             gpus.start(out, into)?;
             let exchange = exchange.clone();

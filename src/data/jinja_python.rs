@@ -408,50 +408,59 @@ pub(super) fn with_percent(source: &str) -> String {
     out
 }
 
+/// The operators and operands before a position of an expression.
+#[derive(Default)]
+struct Before {
+    /// Whether the last operator has the precedence of `%`.
+    product: bool,
+    /// Whether the last operand may be a text.
+    text: bool,
+}
+
+impl Before {
+    /// Whether `%` may format a text here: after a text, or else neither after a product nor before a number.
+    fn formats(&self, right: &str) -> bool {
+        let right = right.trim_start();
+        !right.is_empty() && (self.text || !(self.product || right.starts_with(|c: char| c.is_ascii_digit())))
+    }
+}
+
 /// Copies an expression from `at` to its end, or to `close`, with its operators `%` replaced; returns where it stopped.
 fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out: &mut String) -> usize {
     let bytes = text.as_bytes();
-    // Whether the last operator has the precedence of `%`, and whether a text may precede.
-    let (mut product, mut after_text) = (false, false);
+    let mut before = Before::default();
     while at < bytes.len() && !close.is_some_and(|close| text[at..].starts_with(close)) {
         let start = at;
-        if bytes[at] == b'%' && depth < MAX_DEPTH {
-            let end = operand_end(text, at + 1);
-            let right = &text[at + 1..end];
-            let is_number = right.trim_start().starts_with(|c: char| c.is_ascii_digit());
-            if (after_text || !(product || is_number)) && !right.trim().is_empty() {
+        match bytes[at] {
+            b'%' if depth < MAX_DEPTH && before.formats(&text[at + 1..operand_end(text, at + 1)]) => {
+                at = operand_end(text, at + 1);
                 out.extend(["|", PERCENT, "("]);
-                expression(right, 0, None, depth + 1, out);
+                expression(&text[start + 1..at], 0, None, depth + 1, out);
                 out.push(')');
-                (at, after_text) = (end, true);
+                before.text = true;
                 continue;
             }
-        }
-        match bytes[at] {
+            b'(' | b'[' | b'{' if depth < MAX_DEPTH => {
+                at = group_end(text, at);
+                out.push_str(&text[start..=start]);
+                expression(&text[..at], start + 1, None, depth + 1, out);
+                // Brackets that contain a text may have a text as their value.
+                before.text = text[start..at].contains(['"', '\'']);
+                continue;
+            }
             b'%' | b'*' | b'/' => {
                 at += 1;
-                (product, after_text) = (true, false);
+                before = Before { product: true, text: false };
             }
             b'"' | b'\'' => {
                 at = string_end(text, at);
-                after_text = true;
-            }
-            b'(' | b'[' | b'{' if depth < MAX_DEPTH => {
-                let end = group_end(text, at);
-                out.push_str(&text[at..=at]);
-                expression(&text[..end], at + 1, None, depth + 1, out);
-                // Brackets that contain a text may have a text as their value.
-                (at, after_text) = (end, text[at..end].contains(['"', '\'']));
-                continue;
+                before.text = true;
             }
             byte => {
                 let operand = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'|') || byte >= 128;
-                product &= operand || byte.is_ascii_whitespace();
-                after_text &= byte.is_ascii_whitespace();
-                at += 1;
-                while !text.is_char_boundary(at) {
-                    at += 1;
-                }
+                before.product &= operand || byte.is_ascii_whitespace();
+                before.text &= byte.is_ascii_whitespace();
+                at = text.ceil_char_boundary(at + 1);
             }
         }
         out.push_str(&text[start..at]);

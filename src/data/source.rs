@@ -144,12 +144,10 @@ impl FromStr for DataSource {
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
-                Some(("hf", path)) => match hub_parts(path) {
-                    Some((repo, revision, path)) => Ok(Self::Hub { repo, revision, path }),
-                    None => {
-                        wrong(&format!("`{text}` is neither `hf://owner/name` nor `hf://datasets/owner/name/path`"))
-                    }
-                },
+                Some(("hf", path)) => on_hub(path).map_or_else(
+                    || wrong(&format!("`{text}` is neither `hf://owner/name` nor `hf://datasets/owner/name/path`")),
+                    Ok,
+                ),
                 Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
                 None if text.contains(['*', '?', '[']) && !Path::new(text).exists() => Ok(Self::Glob(text.to_owned())),
                 None => Ok(built_in(text).unwrap_or_else(|| Self::Path(text.into()))),
@@ -164,8 +162,8 @@ fn built_in(text: &str) -> Option<DataSource> {
     Some(DataSource::BuiltIn { rows, held_out })
 }
 
-/// Repository, revision and file; without `datasets/`, a file would be one of a model.
-fn hub_parts(path: &str) -> Option<(String, String, Option<String>)> {
+/// The source `hf://path`; without `datasets/`, a file would be one of a model.
+fn on_hub(path: &str) -> Option<DataSource> {
     let in_datasets = path.strip_prefix("datasets/");
     let (owner, rest) = in_datasets.unwrap_or(path).split_once('/')?;
     // A revision such as `refs/convert/parquet` has slashes.
@@ -176,7 +174,8 @@ fn hub_parts(path: &str) -> Option<(String, String, Option<String>)> {
     let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
     let complete = [owner, name, revision, file.unwrap_or("all")].iter().all(|part| !part.is_empty());
     let known = complete && (in_datasets.is_some() || file.is_none());
-    known.then(|| (format!("{owner}/{name}"), revision.to_owned(), file.map(str::to_owned)))
+    let repo = format!("{owner}/{name}");
+    known.then(|| DataSource::Hub { repo, revision: revision.to_owned(), path: file.map(str::to_owned) })
 }
 
 impl fmt::Display for DataSource {

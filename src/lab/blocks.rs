@@ -183,13 +183,11 @@ impl QuantizedTensor {
             let amax = if scheme == Scheme::Fp8Delayed { stale_amax } else { largest(values) };
             this.quantize(values, amax);
         }
-        let (code, scale, more) = match scheme {
-            Scheme::Mxfp8 => (8.0, 8.0, 0.0),
-            Scheme::Nvfp4 => (4.0, 8.0, 32.0),
-            _ => (8.0, 32.0, 0.0),
-        };
+        let code_bits = if scheme == Scheme::Nvfp4 { 4.0 } else { 8.0 };
+        let scale_bits = if matches!(scheme, Scheme::Mxfp8 | Scheme::Nvfp4) { 8.0 } else { 32.0 };
+        let tensor_scale_bits = if tensor_scale.is_some() { 32.0 } else { 0.0 };
         let count = tensor.len() as f64;
-        this.bits = code + (scale * this.scales.len() as f64 + more) / count;
+        this.bits = code_bits + (scale_bits * this.scales.len() as f64 + tensor_scale_bits) / count;
         let errors = tensor.iter().zip(&this.values).map(|(x, y)| (f64::from(*x) - y).powi(2)).sum::<f64>();
         let energy = tensor.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
         this.error = if energy > 0.0 { (errors / energy).sqrt() } else { 0.0 };
@@ -256,16 +254,9 @@ impl QuantizedTensor {
     fn detail(&self, page: &mut Page, tensor: &[f32], width: usize) {
         let count = (width.saturating_sub(10) / 9).clamp(1, 12).min(tensor.len());
         let scale = f64::from(self.scales[0]) * self.tensor_scale.map_or(1.0, f64::from);
-        let label = match self.tensor_scale {
-            Some(tensor_scale) => format!(
-                "{}: first scale {} × the tensor's {}",
-                self.scheme.name(),
-                short(f64::from(self.scales[0])),
-                short(f64::from(tensor_scale))
-            ),
-            None => format!("{}: first scale {}", self.scheme.name(), short(scale)),
-        };
-        page.title(label);
+        let of_tensor = self.tensor_scale.map(|scale| format!(" × the tensor's {}", short(f64::from(scale))));
+        let first = short(f64::from(self.scales[0]));
+        page.title(format!("{}: first scale {first}{}", self.scheme.name(), of_tensor.unwrap_or_default()));
         let row = |page: &mut Page, name: &str, role: Role, cell: &dyn Fn(usize) -> String| {
             let cells: Vec<_> = (0..count).map(|i| format!("{:>9}", cell(i))).collect();
             page.push(Line::new().dim(format!("{name:<10}")).with(role, cells.concat()));

@@ -249,11 +249,12 @@ impl<'a> Hub<'a> {
         if !is_plain_path(file) {
             return Err(HubError::Refused(format!("`{file}` is not a path inside the repository")));
         }
-        let found = self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file)?;
-        if self.settings.offline {
-            return found.map(FileLocation::Cached).map_err(HubError::NotCached);
-        }
-        let cached = found.ok();
+        let cached = match self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file) {
+            Ok(cached) if self.settings.offline => return Ok(FileLocation::Cached(cached)),
+            Ok(cached) => Some(cached),
+            Err(HubError::NotCached(_)) if !self.settings.offline => None,
+            Err(failure) => return Err(failure),
+        };
         // Retry a host that did not answer last time only once.
         let attempts = if cached.is_some() || self.unreachable { 1 } else { ATTEMPTS };
         let metadata = match cached {
@@ -287,25 +288,17 @@ impl<'a> Hub<'a> {
         Ok(FileLocation::Remote(metadata))
     }
 
-    /// The cached file, if it exists and its contents match its hash; else the reason.
-    fn verified(
-        &mut self,
-        cache: &RepoCache,
-        revision: &str,
-        file: &str,
-    ) -> Result<Result<CachedFile, String>, HubError> {
-        let cached = match cache.find(revision, file) {
-            Ok(cached) => cached,
-            Err(reason) => return Ok(Err(reason)),
-        };
-        let Some(etag) = &cached.etag else { return Ok(Ok(cached)) };
+    /// The cached file, if it exists and its contents match its hash; else [`HubError::NotCached`].
+    fn verified(&mut self, cache: &RepoCache, revision: &str, file: &str) -> Result<CachedFile, HubError> {
+        let cached = cache.find(revision, file).map_err(HubError::NotCached)?;
+        let Some(etag) = &cached.etag else { return Ok(cached) };
         if cache::content_matches(&cached.path, etag)? {
-            return Ok(Ok(cached));
+            return Ok(cached);
         }
         cache.forget(&cached.commit, file, etag)?;
         let reason = format!("`{}` was damaged, so it was deleted", cached.path.display());
         self.notice(reason.clone());
-        Ok(Err(reason))
+        Err(HubError::NotCached(reason))
     }
 
     fn download(&mut self, repo: &Repo, file: &str, metadata: &Metadata) -> Result<CachedFile, HubError> {

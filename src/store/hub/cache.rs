@@ -159,11 +159,9 @@ impl RepoCache {
             return Ok(None);
         }
         let file = open_file(&path).map_err(HubError::disk("open", &path))?;
-        let mut len = file.metadata().map_err(HubError::disk("read", &path))?.len();
-        if len > metadata.size {
-            len = 0;
-            file.set_len(0).map_err(HubError::disk("write", &path))?;
-        }
+        let len = file.metadata().map_err(HubError::disk("read", &path))?.len();
+        // One that is too long begins again.
+        let len = if len > metadata.size { 0 } else { len };
         Ok(Some(Partial { file, path, len, _lock: Some(lock) }))
     }
 

@@ -3,6 +3,7 @@
 use crate::common::cli_fixture::CliFixture;
 use crate::common::launch;
 use base64::Engine as _;
+use finetune::store::hub::{Hub, Settings};
 use serde_json::{Value, json};
 use sha2::Digest as _;
 use std::collections::BTreeMap;
@@ -277,6 +278,22 @@ fn refusals_name_the_cause_and_change_nothing() {
     server.requests();
     let (code, said) = server.finetune(&fixture, "export ./missing out --push me/mine", TOKEN);
     assert!(code == 2 && !server.requests().iter().any(|request| request.contains("/create")), "{said}");
+}
+
+#[test]
+fn nothing_is_sent_offline_or_of_a_file_above_5_gb() {
+    let server = Server::start();
+    let endpoint = server.0.lock().unwrap().address.clone();
+    let settings = Settings { endpoint, token: Some(TOKEN.to_owned()), ..Settings::from_vars(|_| None) };
+    let error =
+        Hub::new(Settings { offline: true, ..settings.clone() }).create_model("me/mine").unwrap_err().to_string();
+    assert!(error.contains("needs the network; unset `HF_HUB_OFFLINE`"), "{error}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(5_000_000_001).unwrap();
+    let files = [("model.safetensors".to_owned(), file.path().to_owned())];
+    let error = Hub::new(settings).push("me/mine", &files).unwrap_err().to_string();
+    assert!(error.contains("has more than 5 GB; use `hf upload`"), "{error}");
+    assert!(server.requests().is_empty());
 }
 
 #[test]

@@ -57,11 +57,12 @@ impl Hub<'_> {
     pub fn push(&mut self, id: &str, files: &[(String, PathBuf)]) -> Result<String> {
         let mut uploads = Vec::new();
         for (name, path) in files {
-            let digest = Digest::of_file(path)?;
-            if digest.bytes > MAX_PART {
+            let bytes = std::fs::metadata(path).map_err(Error::io("read", path))?.len();
+            if bytes > MAX_PART {
                 let message = format!("`{}` has more than 5 GB; use `hf upload`, which sends parts", path.display());
                 return Err(Error::config("--push", message));
             }
+            let digest = Digest::of_file(path)?;
             uploads.push(Upload { name: name.clone(), path: path.clone(), digest, large: false });
         }
         self.upload(id, &mut uploads).map_err(|failure| self.cannot_push(id, failure))?;
@@ -129,7 +130,7 @@ impl Hub<'_> {
             let actions = &object["actions"];
             let (to, verify) = (&actions["upload"], &actions["verify"]);
             if to["href"].is_null() {
-                self.notice(format!("the Hub already has the contents of `{}`", upload.name));
+                // The Hub has these contents.
                 continue;
             }
             self.follow("PUT", to, &Payload::File(&upload.path))?;

@@ -209,18 +209,13 @@ impl Client {
     ) -> Result<Response<Body>> {
         let mut url = start.to_owned();
         for _ in 0..MAX_REDIRECTS {
-            let response = self.send(&url, range, attempts)?;
+            let response = self.retry(attempts, || self.send_once(&url, range))?;
             if !response.status().is_redirection() || answered(&response) {
                 return Ok(response);
             }
             url = self.redirect(start, &url, &response)?;
         }
         Err(HubError::Refused(format!("`{}` redirects too often", without_password(start))))
-    }
-
-    /// Sends a request with retries; returns a success or a redirect.
-    fn send(&self, url: &str, range: Option<&str>, attempts: u32) -> Result<Response<Body>> {
-        self.retry(attempts, || self.send_once(url, range))
     }
 
     /// Sends `payload` with retries, and with the token if `url` is on the endpoint. Does not follow redirects.
@@ -238,7 +233,7 @@ impl Client {
         Ok(response)
     }
 
-    /// Calls `send` again after failures of the network or the server.
+    /// Calls `send` again after failures of the network or the server; returns a success or a redirect.
     fn retry(&self, attempts: u32, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
@@ -444,7 +439,7 @@ mod tests {
 
     /// The storage of large files is on other hosts.
     #[test]
-    fn an_upload_to_another_host_has_no_token() {
+    fn a_request_to_another_host_has_no_token() {
         use std::io::BufRead as _;
         let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", server.local_addr().unwrap());
@@ -452,20 +447,24 @@ mod tests {
             let endpoint = endpoint.to_owned();
             let settings = Settings { endpoint, token: Some("hf_a".into()), ..Settings::from_vars(|_| None) };
             let client = Client::new(&settings).unwrap();
-            std::thread::scope(|scope| {
-                let served = scope.spawn(|| {
-                    let mut stream = server.accept().unwrap().0;
-                    let (mut reader, mut head) = (std::io::BufReader::new(&stream), String::new());
-                    while !head.ends_with("\r\n\r\n") {
-                        reader.read_line(&mut head).unwrap();
-                    }
-                    stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
-                    head
+            let upload = || client.upload("PUT", &url, &[], &Payload::Text(""));
+            let download = || client.send_once(&url, None);
+            for request in [&upload as &dyn Fn() -> Result<Response<Body>>, &download] {
+                std::thread::scope(|scope| {
+                    let served = scope.spawn(|| {
+                        let mut stream = server.accept().unwrap().0;
+                        let (mut reader, mut head) = (std::io::BufReader::new(&stream), String::new());
+                        while !head.ends_with("\r\n\r\n") {
+                            reader.read_line(&mut head).unwrap();
+                        }
+                        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
+                        head
+                    });
+                    request().unwrap();
+                    let head = served.join().unwrap();
+                    assert_eq!(head.contains("Bearer hf_a"), sent, "{head}");
                 });
-                client.upload("PUT", &url, &[], &Payload::Text("")).unwrap();
-                let head = served.join().unwrap();
-                assert_eq!(head.contains("Bearer hf_a"), sent, "{head}");
-            });
+            }
         }
     }
 

@@ -147,7 +147,9 @@ mod tests {
         assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Path::new("/x/huggingface/hub"));
         assert_eq!(cache(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "/f")]), Path::new("/f/hub"));
         assert_eq!(cache(&[]), std::env::temp_dir().join(".cache/huggingface/hub"));
-        assert_eq!(cache(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Path::new("/c"));
+        for name in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"] {
+            assert_eq!(cache(&[("HF_HOME", "/f"), (name, "/c")]), Path::new("/c"));
+        }
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/f")]), Path::new("/h/f/hub"));
     }
 
@@ -163,6 +165,12 @@ mod tests {
         for name in ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"] {
             assert_eq!(with(&[(name, " hf_secret\n")]).token.as_deref(), Some("hf_secret"));
         }
+        let home = tempfile::tempdir().unwrap();
+        std::fs::write(home.path().join("token"), "hf_stored\n").unwrap();
+        let home = home.path().to_str().unwrap();
+        assert_eq!(with(&[("HF_HOME", home)]).token.as_deref(), Some("hf_stored"));
+        assert_eq!(with(&[("HF_TOKEN_PATH", &*format!("{home}/token"))]).token.as_deref(), Some("hf_stored"));
+        assert_eq!(with(&[("HF_HOME", home), ("HF_TOKEN", "hf_given")]).token.as_deref(), Some("hf_given"));
         let settings = with(&[("HF_TOKEN", "hf_secret"), ("HF_ENDPOINT", "https://me:secret@mirror")]);
         assert!(!format!("{settings:?}").contains("secret"), "{settings:?}");
     }

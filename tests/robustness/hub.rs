@@ -7,7 +7,7 @@ use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent,
 use finetune::store::hub::{Hub, ModelFiles, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -329,6 +329,11 @@ fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
     fs::write(files.folder.join("model.safetensors"), b"damaged").unwrap();
     assert_eq!(server.model().unwrap(), files);
     assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
+    // A commit does not change, but the plain file may have.
+    make_plain(&files);
+    fs::write(files.folder.join("model.safetensors"), b"damaged").unwrap();
+    assert_eq!(Hub::new(server.settings()).model("distilgpt2", Some(COMMIT)).unwrap(), files);
+    assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
 }
 
 /// Since version 2, Python stores a large file once for all repositories of a cache.
@@ -380,7 +385,11 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
         for file in optional.into_iter().chain(others).chain(["model-1.safetensors"]) {
             server.fault(file, Fault::Status(status));
         }
+        server.requests();
         assert_eq!(server.model().unwrap(), files, "{status}");
+        let requests = server.requests();
+        let different: HashSet<_> = requests.iter().collect();
+        assert_eq!(different.len(), requests.len(), "{status}: a server that fails is asked once per file");
         // Without the shard, the first failure is the reason.
         fs::remove_file(files.folder.join("model.safetensors.index.json")).unwrap();
         let message = text(server.model());
@@ -392,9 +401,12 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
 fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
     let server = Server::start();
     server.model().unwrap();
-    let short = server.cache().join("models--distilgpt2");
-    fs::rename(server.cache().join("models--distilbert--distilgpt2"), &short).unwrap();
+    let [full, short] = ["models--distilbert--distilgpt2", "models--distilgpt2"].map(|name| server.cache().join(name));
     let open = |name| Hub::new(server.offline()).model(name, None);
+    fs::create_dir(&short).unwrap();
+    assert!(open("distilgpt2").unwrap().folder.starts_with(&full), "the full name comes first");
+    fs::remove_dir(&short).unwrap();
+    fs::rename(&full, &short).unwrap();
     for name in ["distilgpt2", "distilbert/distilgpt2"] {
         assert_eq!(open(name).unwrap().folder, short.join("snapshots").join(COMMIT));
     }
@@ -495,6 +507,18 @@ fn a_dropped_connection_goes_on_where_it_broke() {
 }
 
 #[test]
+fn an_unfinished_download_that_is_too_long_begins_again() {
+    let server = Server::start();
+    let weights = server.state.lock().unwrap().files["model.safetensors"].clone();
+    let blobs = server.cache().join("models--distilbert--distilgpt2/blobs");
+    fs::create_dir_all(&blobs).unwrap();
+    fs::write(blobs.join(format!("{}.incomplete", sha256(&weights))), [&weights[..], b"more"].concat()).unwrap();
+    let files = server.model().unwrap();
+    assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
+    assert!(server.requests().contains(&"GET model.safetensors".to_owned()));
+}
+
+#[test]
 fn a_redirect_within_the_endpoint_is_followed() {
     let server = Server::start();
     let weights = server.state.lock().unwrap().files["model.safetensors"].clone();
@@ -561,6 +585,8 @@ fn several_at_once_share_a_cache() {
         let all: Vec<ModelFiles> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
     });
+    let downloads = server.requests().into_iter().filter(|request| request == "GET model.safetensors").count();
+    assert_eq!(downloads, 1, "the others wait for it");
     assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
 }
 
@@ -616,6 +642,9 @@ fn a_whole_data_set_is_its_files_for_training() {
     assert_eq!(server.requests(), [] as [String; 0]);
     server.fault(api, Fault::Status("403 Forbidden"));
     assert_eq!(read(server.settings()).unwrap(), (tokens, Vec::new()));
+    let empty = tempfile::tempdir().unwrap();
+    let message = text(read(Settings { cache: empty.path().to_owned(), ..server.settings() }));
+    assert!(message.contains("the server denies access"), "the reason is not the cache: {message}");
     server.heal();
     let mut notices = Vec::new();
     let mut report = |event| notices.push(event);

@@ -47,9 +47,9 @@ impl Hello {
         stream.write_all(&bytes)
     }
 
-    fn receive(mut stream: &TcpStream) -> std::io::Result<Self> {
+    fn receive(mut stream: &TcpStream, limit: Duration) -> std::io::Result<Self> {
         let mut bytes = [0; Self::BYTES];
-        stream.set_read_timeout(Some(HELLO_TIME))?;
+        stream.set_read_timeout(Some(limit))?;
         stream.read_exact(&mut bytes)?;
         stream.set_read_timeout(None)?;
         let [job @ .., r0, r1, r2, r3, p0, p1] = bytes;
@@ -242,7 +242,7 @@ impl<'a> Meeting<'a> {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(failed(error)),
             };
-            let Ok(hello) = Hello::receive(&stream) else { continue };
+            let Ok(hello) = Hello::receive(&stream, self.remaining().min(HELLO_TIME)) else { continue };
             let rank = hello.rank as usize;
             if hello.job == self.id && streams.get(rank).is_some_and(Option::is_none) && rank > self.launch.rank {
                 streams[rank] = Some(stream);
@@ -454,6 +454,40 @@ mod tests {
         assert_eq!(error, format!("not all processes connected to `{master}` in time"));
     }
 
+    /// For example a scanner of ports.
+    #[test]
+    fn a_stranger_that_sends_nothing_does_not_delay_the_deadline() {
+        let (master, listener) = listen("127.0.0.1");
+        let stranger = TcpStream::connect(("127.0.0.1", master.port)).unwrap();
+        let patience = Duration::from_secs(2);
+        let ends = thread::spawn(move || {
+            thread::sleep(patience);
+            drop(stranger);
+        });
+        let began = Instant::now();
+        let error = Meeting::new(&launch(2, 0), &master, Duration::from_millis(100)).gather(&listener).unwrap_err();
+        assert!(error.to_string().starts_with("process 1 did not connect"), "{error}");
+        assert!(began.elapsed() < patience, "{:?}", began.elapsed());
+        ends.join().unwrap();
+    }
+
+    #[test]
+    fn the_first_connection_of_each_higher_rank_counts() {
+        let (master, listener) = listen("127.0.0.1");
+        let launch = launch(3, 0);
+        let meeting = Meeting::new(&launch, &master, HELLO_TIME);
+        let connections = [1, 1, 0, 3, 2].map(|rank| {
+            let stream = TcpStream::connect(("127.0.0.1", master.port)).unwrap();
+            Hello { rank, ..meeting.hello(7) }.send(&stream).unwrap();
+            stream
+        });
+        let streams = meeting.gather(&listener).unwrap();
+        assert!(streams[0].is_none());
+        for (stream, connection) in streams[1..].iter().zip([&connections[0], &connections[4]]) {
+            assert_eq!(stream.as_ref().unwrap().peer_addr().unwrap(), connection.local_addr().unwrap());
+        }
+    }
+
     /// Its error is the cause; those of the others only hide it.
     #[test]
     fn a_leader_that_ends_during_the_start_is_a_lost_connection() {
@@ -539,6 +573,7 @@ mod tests {
             }
         });
         let [first, second, third] = connected;
+        first.check_peers().unwrap();
         drop(third);
         let lost = thread::scope(|scope| {
             [&first, &second].map(|group| scope.spawn(move || exchange(group))).map(thread::ScopedJoinHandle::join)
@@ -547,5 +582,6 @@ mod tests {
             let message = error.unwrap().unwrap_err().to_string();
             assert!(message.starts_with("lost connection to process 2 on `"), "{message}");
         }
+        assert!(first.check_peers().unwrap_err().to_string().starts_with("lost connection to process 2 on `"));
     }
 }

@@ -282,8 +282,27 @@ mod tests {
             let mut resumed = new();
             resumed.seek(whole.position()).unwrap();
             let mut goes_on = whole.clone();
-            assert_eq!(ids(&mut resumed, 9), ids(&mut goes_on, 9));
+            let expected = ids(&mut goes_on, 9);
+            assert_eq!(ids(&mut resumed, 9), expected);
+            goes_on.seek(whole.position()).unwrap();
+            assert_eq!(ids(&mut goes_on, 9), expected, "a loader that has read further");
         }
+    }
+
+    /// Windows of a text fill all columns. Samples have fewer, so both are sorted by length.
+    #[test]
+    fn batches_are_of_a_text_or_of_samples() {
+        let text = SequenceIndex::new(TokenSource::from_ids((0..641).collect()), 32, false, "x").unwrap();
+        let mixture = Mixture::new(vec![(text, 0.5), (set(1000, 40, 8), 0.5)]).unwrap();
+        let mut loader = BatchLoader::from_index(mixture, 4, 3).unwrap();
+        let mut batch = loader.batch();
+        let widths = std::iter::from_fn(|| {
+            loader.next_batch(&mut batch);
+            Some((batch.seq_len, batch.row_lens.windows(2).all(|two| two[0] == two[1])))
+        });
+        let widths: Vec<_> = widths.take(15).collect();
+        assert!(widths.contains(&(16, true)) && widths.contains(&(32, true)), "{widths:?}");
+        assert!(widths.iter().filter(|(_, equal)| !equal).count() <= 1, "{widths:?}");
     }
 
     #[test]

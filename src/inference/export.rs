@@ -97,7 +97,7 @@ pub fn export(
         let message = format!("`{}` already exists; remove it, or use another name", there.display());
         return Err(Error::config("OUT", message));
     }
-    let adapters = if scope == ExportScope::Adapters { trained.load_with_base(Dtype::F32)? } else { None };
+    let adapters = if scope == ExportScope::Adapters { trained.load_with_base()? } else { None };
     if adapters.is_some() && format != ExportFormat::HuggingFace {
         let message = "adapters can only be written as a folder; add `--merge` to write the whole model in this format";
         return Err(Error::config("OUT", message));

@@ -146,9 +146,9 @@ impl TrainedModel {
         self.adapters.as_ref().and_then(AdapterSource::base)
     }
 
-    /// The adapters in FP32 over their base in `compute`, on the CPU; `None` without adapters.
-    pub fn load_with_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
-        self.load_adapters(compute, false)
+    /// The adapters and their base in FP32, on the CPU; `None` without adapters.
+    pub fn load_with_base(&self) -> Result<Option<(ModelSpec, Parameters)>> {
+        self.load_adapters(Dtype::F32, false)
     }
 
     fn load_adapters(&self, compute: Dtype, in_blocks: bool) -> Result<Option<(ModelSpec, Parameters)>> {
@@ -165,10 +165,10 @@ impl TrainedModel {
 
     fn weights_on(&self, dtype: Dtype, device: &Device) -> Result<Parameters> {
         let origin = self.path.display().to_string();
-        let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? else {
+        let Some((spec, adapters)) = self.load_with_base()? else {
             return self.weights.load(&self.spec, dtype, device, &origin);
         };
-        let masters = merge_into_base(&spec, &adapters)?.1;
+        let masters = merge_into_base(&spec, &adapters)?;
         check_range(&masters, &origin, dtype)?;
         converted(&masters, candle_dtype(dtype), device)
     }
@@ -284,7 +284,7 @@ pub(super) fn converted(parameters: &Parameters, dtype: DType, device: &Device) 
 }
 
 /// The parameters of the base with the adapters added to them, in FP32.
-fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSpec, Parameters)> {
+fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result<Parameters> {
     let plain = ModelSpec { lora: None, ..spec.clone() };
     let merged = Parameters::zeros(&plain.parameters(), DType::F32, &Device::Cpu)?;
     for (name, tensor) in merged.iter() {
@@ -293,5 +293,5 @@ fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSpec
         view::copy(&view::to_host(from)?, tensor)?;
     }
     merge_adapters(spec, adapters, &merged)?;
-    Ok((plain, merged))
+    Ok(merged)
 }

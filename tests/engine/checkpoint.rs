@@ -76,6 +76,7 @@ fn a_step_directory_is_a_hugging_face_folder() {
             assert_eq!(out, values(weight));
         }
     }
+    assert_eq!(fs::read_to_string(folder.path().join("latest")).unwrap(), "step-000001\n");
     let config = fs::read_to_string(folder.path().join("weights-000001/config.json")).unwrap();
     assert!(config.contains(r#""dtype": "float16""#));
     let message = Checkpoint::open(folder.path().join("weights-000001")).unwrap_err().to_string();
@@ -98,6 +99,8 @@ fn latest_and_the_newest_good_are_the_last_save() {
     assert_eq!(found.checkpoint.state().validation_loss, Some(1.5));
     assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000200\n");
     assert_eq!(names(run.path()), [".lock", "latest", "step-000100", "step-000200", "step-000300"]);
+    run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: false }).unwrap();
+    assert_eq!(steps(run.path()), ["step-000200"]);
 }
 
 #[test]
@@ -183,6 +186,8 @@ fn rotation_keeps_the_last_and_the_best_of_each_kind() {
     assert_eq!(steps(run.path())[..3], ["step-000002", "step-000005", "step-000006"]);
     assert_eq!(list(run.path()).unwrap().iter().filter(|one| one.kind == CheckpointKind::Weights).count(), 6);
 
+    run.apply_retention(CheckpointKind::Weights, RetentionPolicy { last: 1, best: true }).unwrap();
+    assert_eq!(steps(run.path())[3..], ["weights-000002", "weights-000006"]);
     run.apply_retention(CheckpointKind::Weights, RetentionPolicy { last: 0, best: false }).unwrap();
     assert_eq!(steps(run.path()), ["step-000002", "step-000005", "step-000006", "weights-000006"]);
     assert_eq!(steps(neighbour.path()), ["step-000001"]);
@@ -205,20 +210,24 @@ fn the_best_is_none_of_the_abandoned_checkpoints() {
     }
     run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: true }).unwrap();
     assert_eq!(steps(run.path()), ["step-000002", "step-000005"]);
+    fs::write(folder.path().join("step-000002/tokenizer.json"), "{").unwrap();
+    assert_eq!(best(run.path()).unwrap(), folder.path().join("step-000005"), "the best is damaged");
 }
 
 #[test]
 fn rotation_does_not_count_torn_checkpoints() {
     let folder = tempdir().unwrap();
     let mut run = Run::open(folder.path()).unwrap();
-    for step in 1..=4 {
+    for step in 1..=5 {
         Sample::new(step).save(&mut run).unwrap();
     }
-    fs::write(folder.path().join("step-000004/state.json"), "{").unwrap();
-    fs::remove_file(folder.path().join("step-000003/manifest.json")).unwrap();
+    for torn in ["step-000001", "step-000005"] {
+        fs::write(folder.path().join(torn).join("state.json"), "{").unwrap();
+    }
+    fs::remove_file(folder.path().join("step-000004/manifest.json")).unwrap();
     let removed = run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: false }).unwrap();
-    assert_eq!(removed, [folder.path().join("step-000001")]);
-    assert_eq!(latest_valid(folder.path()).unwrap().checkpoint.state().step, 2);
+    assert_eq!(removed, [folder.path().join("step-000002")]);
+    assert_eq!(latest_valid(folder.path()).unwrap().checkpoint.state().step, 3);
 }
 
 #[test]

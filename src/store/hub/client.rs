@@ -140,7 +140,7 @@ impl Client {
             let before = done;
             match self.receive(url, size, partial, &mut done, on_bytes) {
                 Err(failure @ HubError::Network(_)) => {
-                    attempt = if done >= before + GOOD_RUN_BYTES { 1 } else { attempt + 1 };
+                    attempt = 1 + if done >= before + GOOD_RUN_BYTES { 1 } else { attempt };
                     if attempt > ATTEMPTS {
                         return Err(failure);
                     }

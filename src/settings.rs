@@ -220,7 +220,16 @@ pub(crate) fn number(text: &str) -> Result<f64, String> {
         (None, Some((over, under))) => part(over).and_then(|over| Ok(over / part(under)?)),
         (None, None) => part(text),
     };
-    parsed.map_err(|_| format!("not {NUMBER}"))
+    match parsed {
+        Ok(0.0) if !is_written_as_zero(text) => Err("too small: at least 4.94e-324, or 0".into()),
+        parsed => parsed.map_err(|_| format!("not {NUMBER}")),
+    }
+}
+
+/// Whether `text`, a number, a power or a fraction, has no digit from 1 to 9 before its exponent or denominator.
+pub(crate) fn is_written_as_zero(text: &str) -> bool {
+    let digits = text.split(['e', 'E', '^', '/']).next().unwrap_or_default();
+    !digits.contains(|c| ('1'..='9').contains(&c))
 }
 
 /// A whole number of at least 0, written like [`number`].

@@ -430,6 +430,7 @@ mod tests {
             ("scaler --level one", "--level: cannot read `one`"),
             ("scaler --level inf", "--level: must be finite"),
             ("scaler --rate 2", "--rate: 2 is not a share"),
+            ("scaler --steps 0", "--steps: 0 is not a number from 1 to 1000000"),
             ("scaler --setting a=1", "`a` is not an option of the scaler"),
             ("scaler --setting= --setting= --setting= --setting=", "four settings"),
             ("scaling --sigma 0", "above 0"),

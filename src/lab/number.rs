@@ -1,6 +1,7 @@
 //! Parses and formats numbers for the lab.
 
 use crate::precision::FloatFormat;
+use crate::settings::is_written_as_zero;
 pub(super) use crate::telemetry::float::serialize;
 
 /// Parses `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
@@ -19,6 +20,9 @@ pub(crate) fn parse_value(text: &str) -> Result<f64, String> {
     let lower = text.to_ascii_lowercase();
     if !sum.is_finite() && !["inf", "∞", "nan"].iter().any(|name| lower.contains(name)) {
         return Err(unreadable(text, "a magnitude exceeds 1.79e308, the largest that the lab computes with"));
+    }
+    if terms(text).iter().any(|term| underflows(term)) {
+        return Err(unreadable(text, "a magnitude is below 4.94e-324, the smallest that the lab computes with"));
     }
     Ok(sum)
 }
@@ -84,6 +88,12 @@ fn parse_term(term: &str) -> Option<f64> {
     factors.product::<Option<f64>>().map(|value| sign * value)
 }
 
+/// Whether a term is zero although none of its factors is written as zero.
+fn underflows(term: &str) -> bool {
+    let is_zero = |factor: &str| parse_factor(factor) == Some(0.0) && is_written_as_zero(factor);
+    parse_term(term) == Some(0.0) && !term.split('*').any(is_zero)
+}
+
 fn parse_factor(factor: &str) -> Option<f64> {
     match factor.to_ascii_lowercase().as_str() {
         "pi" | "π" => Some(std::f64::consts::PI),
@@ -93,7 +103,8 @@ fn parse_factor(factor: &str) -> Option<f64> {
             Some((base, exponent)) => {
                 let base: f64 = base.parse().ok()?;
                 let exponent: i32 = exponent.parse().ok()?;
-                Some(base.powi(exponent))
+                // `powi` computes 2^-1074 as the reciprocal of an infinity.
+                Some(base.powf(f64::from(exponent)))
             }
             None => other.parse().ok(),
         },
@@ -181,6 +192,8 @@ mod tests {
             ("-e", -std::f64::consts::E),
             ("2^-24", 2f64.powi(-24)),
             ("-2^-25", -(2f64.powi(-25))),
+            ("2^-1074", 5e-324),
+            ("0.0e5*2 - 0^3", 0.0),
             ("1 + 2^-11", 1.0 + 2f64.powi(-11)),
             ("1e-8+2^3", 8.0 + 1e-8),
             ("1-3*2^-12", 1.0 - 3.0 * 2f64.powi(-12)),
@@ -207,6 +220,9 @@ mod tests {
         }
         for text in ["1e999", "-2^1024", "1e200*1e200", "1e308 + 1e308", "1e999 - 1e999"] {
             assert!(parse_value(text).unwrap_err().contains("exceeds"), "{text}");
+        }
+        for text in ["1e-400", "-2^-1076", "1 + 1e-200*1e-200", "pi*1E-400"] {
+            assert!(parse_value(text).unwrap_err().contains("is below"), "{text}");
         }
     }
 

@@ -611,6 +611,7 @@ mod tests {
             ("2.5", "not a whole number such as 600, 1e6 or 2^10"),
             ("\"1/3\"", "not a whole number such as 600, 1e6 or 2^10"),
             ("inf", "not a whole number such as 600, 1e6 or 2^10"),
+            ("\"1e-400\"", "not a whole number such as 600, 1e6 or 2^10"),
             ("1e300", "too large: at most 2^63 - 1, and from 2^53 only in digits"),
             ("\"99999999999999999999\"", "too large: at most 2^63 - 1, and from 2^53 only in digits"),
             ("-5", "below 0"),

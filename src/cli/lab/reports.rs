@@ -125,8 +125,9 @@ impl ScalerArgs {
                 return Err(Error::config(flag, format!("{share} is not a share between 0 and 1")));
             }
         }
-        if self.steps > Self::MAX_STEPS {
-            return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::MAX_STEPS)));
+        if !(1..=Self::MAX_STEPS).contains(&self.steps) {
+            let message = format!("{} is not a number from 1 to {}", self.steps, Self::MAX_STEPS);
+            return Err(Error::config("--steps", message));
         }
         let started = run.and_then(RunData::scaler);
         let base = self.base.as_deref().unwrap_or(if run.is_some() { "" } else { "growth_interval=50" }).trim();

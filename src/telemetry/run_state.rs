@@ -477,7 +477,22 @@ mod tests {
             }
             event
         };
-        assert_eq!(fold([started(None), huge(1), huge(2)]).step.step, 2);
+        let probe = || {
+            let most = u64::MAX;
+            let flushed = FlushedTensor { nonzero: most, flushed: most, ..FlushedTensor::default() };
+                record.tensors = ["wte.weight", "wte.bias"]
+                    .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
+                    .to_vec();
+            let grads =
+                GradStats { zero: most, inf: most, nan: most, exponents: vec![(0, most)], ..Default::default() };
+            Event::Fp32Probe(Box::new(Fp32Probe {
+                grads,
+                tensors: vec![flushed.clone(), flushed],
+                ..Default::default()
+            }))
+        };
+        let state = fold([started(None), huge(1), probe(), huge(2), probe()]);
+        assert_eq!((state.step.step, state.layers()[0].count, state.probed().exponents.nan), (2, u64::MAX, u64::MAX));
     }
 
     #[test]

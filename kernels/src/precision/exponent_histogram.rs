@@ -66,13 +66,11 @@ impl ExponentHistogram {
         self.binades.iter_mut().zip(counts).for_each(|(binade, &count)| *binade = u64::from(count));
     }
 
-    /// Adds the counts of another histogram.
+    /// Adds the counts of another histogram. A damaged log may have any counts.
     pub fn merge(&mut self, other: &Self) {
-        self.zero += other.zero;
-        self.inf += other.inf;
-        self.nan += other.nan;
-        for (ours, theirs) in self.binades.iter_mut().zip(&other.binades) {
-            *ours += theirs;
+        let special = [(&mut self.zero, &other.zero), (&mut self.inf, &other.inf), (&mut self.nan, &other.nan)];
+        for (ours, theirs) in self.binades.iter_mut().zip(&other.binades).chain(special) {
+            *ours = ours.saturating_add(*theirs);
         }
     }
 

@@ -79,7 +79,9 @@ impl Fp32Probe {
 
     /// Elements flushed to zero, and elements that are not zero in FP32.
     pub fn underflow(&self) -> (u64, u64) {
-        self.tensors.iter().fold((0, 0), |(flushed, of), tensor| (flushed + tensor.flushed, of + tensor.nonzero))
+        self.tensors.iter().fold((0, 0), |(flushed, of): (u64, u64), tensor| {
+            (flushed.saturating_add(tensor.flushed), of.saturating_add(tensor.nonzero))
+        })
     }
 }
 

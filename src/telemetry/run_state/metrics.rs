@@ -128,7 +128,8 @@ impl MetricsAccumulator {
             figures.skipped += 1;
             // Unknown for the first record of a log that is read from its middle.
             let before = if step.step == 1 { 0 } else { self.pace.map_or(step.tokens, |(_, last, _)| last) };
-            figures.tokens_lost += if self.repeats { 0 } else { step.tokens.saturating_sub(before) };
+            let lost = if self.repeats { 0 } else { step.tokens.saturating_sub(before) };
+            figures.tokens_lost = figures.tokens_lost.saturating_add(lost);
         }
         keep(&mut self.last, applied.then_some(loss), WINDOW);
         if step.loss_scale > 0.0 {
@@ -163,10 +164,9 @@ impl MetricsAccumulator {
 
     pub(super) fn probe(&mut self, probe: &Fp32Probe) {
         let totals = &mut self.probed;
-        for tensor in &probe.tensors {
-            totals.nonzero += tensor.nonzero;
-            totals.flushed += tensor.flushed;
-        }
+        let (flushed, nonzero) = probe.underflow();
+        totals.flushed = totals.flushed.saturating_add(flushed);
+        totals.nonzero = totals.nonzero.saturating_add(nonzero);
         totals.exponents.merge(&probe.grads.histogram());
         for activation in &probe.activations {
             let largest = totals.activations.entry(activation.name.clone()).or_default();

@@ -182,7 +182,7 @@ impl Layer {
         self.min_abs = [self.min_abs, other.min_abs].into_iter().flatten().reduce(f32::min);
         self.max_abs = self.max_abs.max(other.max_abs);
         self.sum_squares += other.sum_squares;
-        self.count += other.count;
+        self.count = self.count.saturating_add(other.count);
         self.overflowed |= other.overflowed;
         if self.fallback_dtype.is_none() {
             self.fallback_dtype.clone_from(&other.fallback_dtype);

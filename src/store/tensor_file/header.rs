@@ -1,7 +1,8 @@
 //! The header of a safetensors file, parsed and checked by the `safetensors` crate with a tighter limit on its length.
 
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
-use std::collections::HashMap;
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use std::collections::{HashMap, HashSet};
 
 /// Maximum header length. The largest GPT-2's is 60 kB; parsing a header at the limit takes under 200 MB.
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
@@ -44,6 +45,7 @@ impl Header {
         }
         let (length, metadata) = SafeTensors::read_metadata(file).map_err(|error| explain(&error, file.len()))?;
         let start = PREFIX + length;
+        serde_json::from_slice::<UniqueNames>(&file[PREFIX..start]).map_err(|error| error.to_string())?;
         let entry = |name: String| {
             let info = metadata.info(&name)?;
             let (begin, end) = (start + info.data_offsets.0, start + info.data_offsets.1);
@@ -62,6 +64,33 @@ impl Header {
     /// The tensor called `name`.
     pub fn get(&self, name: &str) -> Option<&Entry> {
         self.by_name.get(name).map(|&index| &self.entries[index])
+    }
+}
+
+/// Accepts a header without repeated names: the crate keeps only the last tensor of a name.
+struct UniqueNames;
+
+impl<'de> Deserialize<'de> for UniqueNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(Self)
+    }
+}
+
+impl<'de> Visitor<'de> for UniqueNames {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("names of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
+        let mut names = HashSet::new();
+        while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
+            if let Some(name) = names.replace(name) {
+                return Err(A::Error::custom(format!("it has two tensors called `{name}`")));
+            }
+        }
+        Ok(self)
     }
 }
 
@@ -130,6 +159,11 @@ mod tests {
         for (json, data, expected) in [
             (one("F32", "[2]", "[0,8]"), 4, "size of 66 bytes does not match its tensors"),
             (one("F32", "[2]", "[0,8]"), 9, "truncated or has extra data; download or copy it again"),
+            (
+                TWO.replace("\"b\"", "\"a\"").replace("8,14", "0,8").replace("BF16", "F32").replace("1,3", "2"),
+                8,
+                "two tensors called `a`",
+            ),
             (one("F32", "[2]", "[4,12]"), 12, "the values of tensor `x` overlap others, leave a gap"),
             (one("F32", "[2]", "[0,4]"), 4, "does not match its byte range"),
             (one("F16", "[4294967296,4294967296]", "[0,8]"), 8, "overflow"),

@@ -114,7 +114,7 @@ pub fn export(
                 None => hugging_face::write(trained, &trained.weights(dtype)?, dtype, &folder)?,
             }
         }
-        ExportFormat::Gguf => gguf::write(trained, &trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
+        ExportFormat::Gguf => gguf::write(trained, trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
         ExportFormat::Onnx(onnx) => {
             onnx::write(&trained.spec, &trained.weights(dtype)?, onnx, &work.path().join(name))?;
         }

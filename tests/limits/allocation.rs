@@ -15,10 +15,13 @@ use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind, Sharding};
+use finetune::inference::export::{ExportFormat, ExportScope, export};
+use finetune::inference::trained::TrainedModel;
 use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
-use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::{GgufModel, StoredModel, WeightSource};
 use finetune::train::{Config, DistributedLayout, MemoryExtras, MemoryInputs, Trainer, WeightInit};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 
@@ -174,6 +177,28 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
         assert!(told > 1.4 + if grad_accum > 4 { 4.0 } else { 0.0 }, "{told}");
         assert!((measured - told).abs() < 0.1, "{grad_accum}: {measured} bytes less per parameter, told {told}");
     }
+}
+
+/// Regression: the weights and all converted tensors were in memory at the same time.
+#[test]
+fn an_export_to_gguf_holds_the_weights_once() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let spec = ModelSpec::named("tiny").unwrap().resized(4, 256, 4);
+    std::fs::write(file("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(file("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    let weights = Parameters::random(&spec.parameters(), 7, &Device::Cpu).unwrap();
+    let bytes = weights.bytes() as usize;
+    let tensors: HashMap<_, _> = weights.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+    candle_core::safetensors::save(&tensors, file("model.safetensors")).unwrap();
+    drop((weights, tensors));
+    let trained = TrainedModel::open(folder.path(), None).unwrap();
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &file("model.gguf")).unwrap();
+    let peak = PEAK.load(Relaxed) - before;
+    assert!(peak < bytes + bytes / 4, "{peak} bytes for weights of {bytes}");
 }
 
 /// The second of four processes, which exchange nothing.

@@ -327,6 +327,11 @@ impl Parameters {
         &self.tensors
     }
 
+    /// The parameters one by one, each with its tensor, so that memory is freed in between.
+    pub fn into_each(self) -> impl Iterator<Item = (ParamSpec, Tensor)> {
+        self.layout.entries.clone().into_iter().zip(self.tensors)
+    }
+
     /// Each name with its tensor, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.layout.entries.iter().map(|entry| entry.name.as_str()).zip(&self.tensors)

@@ -19,7 +19,7 @@ const QUANTIZATION_VERSION: u32 = 2;
 /// Writes the file `path`; `name` is the model's name in the metadata.
 pub(super) fn write(
     trained: &TrainedModel,
-    weights: &Parameters,
+    weights: Parameters,
     encoding: WeightDtype,
     name: &str,
     path: &Path,
@@ -40,9 +40,10 @@ pub(super) fn write(
     let mut tensors = Vec::new();
     // The matrices of the experts, by the name of the tensor that has all of them.
     let mut experts = BTreeMap::<String, (GgmlDType, BTreeMap<u16, Tensor>)>::new();
-    for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
-        let parts = trained.spec.gguf_parts(entry);
-        let values = trained.spec.gguf_values(entry, &tensor.to_dtype(DType::F32)?)?;
+    // Each tensor is dropped once it is converted.
+    for (entry, tensor) in weights.into_each() {
+        let parts = trained.spec.gguf_parts(&entry);
+        let values = trained.spec.gguf_values(&entry, &tensor.to_dtype(DType::F32)?)?;
         for (entry, values) in parts.into_iter().zip(values) {
             // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
             let values = trained.spec.to_gguf_layout(&entry, &values)?.force_contiguous()?;

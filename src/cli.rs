@@ -270,6 +270,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
             // By a key or a signal: a script must not take the run for whole.
             FinishReason::Stopped | FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
+            FinishReason::Failed => ExitCode::FAILURE,
         });
     };
     let out = &mut SanitizingWriter::new(stdout());

@@ -77,7 +77,7 @@ impl Resumed {
     /// Whether the log has the end of the run, which is missing if it was killed after its last checkpoint.
     fn is_finished(&self) -> bool {
         let last = telemetry::last_records(&self.run.path().join("events.jsonl"), LOG_END).next();
-        last.is_some_and(|last| matches!(last.event, Event::Finished(_)))
+        last.is_some_and(|last| matches!(last.event, Event::Finished(end) if end.reason != FinishReason::Failed))
     }
 }
 

@@ -466,27 +466,27 @@ impl Trainer {
                 "`precision.masters = false`: updates below half a unit in the last place of a weight are lost";
             self.warn(message.into());
         }
-        self.prepare_reference()?;
-        self.abandon_later_checkpoints()?;
-        let reason = self.steps();
-        self.flush_save()?;
-        let reason = match reason {
-            Ok(reason) => reason,
-            Err(error) => {
-                let step = self.engine.state.counters.step;
-                if matches!(error, Error::Data { .. }) && step > 0 {
-                    self.save_last()?;
-                }
-                if let Error::Diverged { .. } = &error {
-                    self.emitter.emit(Event::Diverged(Diagnostic { step, message: error.to_string() }));
-                    self.finish(FinishReason::Diverged, began);
-                }
-                return Err(error);
+        let result = self.prepare_reference().and_then(|()| self.abandon_later_checkpoints());
+        let result = result.and_then(|()| self.steps());
+        let flushed = self.flush_save();
+        let step = self.engine.state.counters.step;
+        let result = result.and_then(|reason| flushed.map(|()| reason)).map_err(|error| {
+            let saves = matches!(error, Error::Data { .. }) && step > 0;
+            if saves { self.save_last().err().unwrap_or(error) } else { error }
+        });
+        let reason = match &result {
+            Ok(reason) => {
+                self.warn_about_schedule();
+                *reason
             }
+            Err(error @ Error::Diverged { .. }) => {
+                self.emitter.emit(Event::Diverged(Diagnostic { step, message: error.to_string() }));
+                FinishReason::Diverged
+            }
+            Err(_) => FinishReason::Failed,
         };
-        self.warn_about_schedule();
         self.finish(reason, began);
-        Ok(reason)
+        result
     }
 
     fn steps(&mut self) -> Result<FinishReason> {

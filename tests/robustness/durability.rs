@@ -204,6 +204,8 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
     ] {
         assert!(said.contains(text), "{text}: {said}");
     }
+    // Regression: it was listed as killed.
+    assert!(finetune(&fixture, "", "runs", 0).contains("  failed"));
 }
 
 /// Regression: the message named the file twice.

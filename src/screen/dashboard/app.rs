@@ -168,7 +168,7 @@ impl App {
         let reason = if let Event::Finished(finished) = &record.event { Some(finished.reason) } else { None };
         self.scene.live.apply(record);
         let Some(reason) = reason.filter(|_| self.scene.mode == DashboardMode::Attached) else { return };
-        if self.stopping.is_some() || reason == FinishReason::Interrupted {
+        if self.stopping.is_some() || matches!(reason, FinishReason::Interrupted | FinishReason::Failed) {
             self.exit = Some(Exit::Ended);
         } else {
             self.open(Dialog::Summary);

@@ -100,7 +100,7 @@ fn phase(scene: &Scene) -> (String, Role) {
         Phase::Running => ("▶ running".to_owned(), Role::Good),
         Phase::Paused => ("‖ paused".to_owned(), Role::Subnormal),
         Phase::Finished(finished) => match finished.reason {
-            FinishReason::Diverged => ("✕ diverged".to_owned(), Role::Overflow),
+            reason @ (FinishReason::Diverged | FinishReason::Failed) => (format!("✕ {reason}"), Role::Overflow),
             reason @ (FinishReason::Done | FinishReason::EarlyStopped) => (format!("■ {reason}"), Role::Good),
             reason => (format!("■ {reason}"), Role::Subnormal),
         },

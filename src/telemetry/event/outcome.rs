@@ -96,6 +96,8 @@ pub enum FinishReason {
     Stopped,
     /// Training diverged.
     Diverged,
+    /// An error ended training, such as a full disk.
+    Failed,
 }
 
 /// The end of training in this process, with the run's totals.

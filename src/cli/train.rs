@@ -12,7 +12,7 @@ use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
 use crate::screen::LiveSource;
-use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
+use crate::screen::terminal::{SignalHandler, ignore_stop_signals, set_training};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
@@ -203,9 +203,14 @@ fn train_and_show(
     let began = Instant::now();
     let log_every = trainer.config().telemetry.log_every;
     let prompt = trainer.config().train.prompt.clone();
+    set_training(true);
     let training = std::thread::Builder::new()
         .name("training".into())
-        .spawn(move || pool.install(|| (trainer.run(), trainer.end())))
+        .spawn(move || {
+            let done = pool.install(|| (trainer.run(), trainer.end()));
+            set_training(false);
+            done
+        })
         .map_err(Error::io("start a thread in", "."))?;
     show(LiveSource::new(records, &activity), &commands, &args.show, log_every, history);
     let Ok((reason, end)) = training.join() else {

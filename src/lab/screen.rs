@@ -49,7 +49,7 @@ pub(crate) fn picture(
 /// Runs the loop: redraws after changes and waits for keys.
 fn show(mut state: LabState, theme: Theme, evaluate: &mut Evaluate) -> io::Result<()> {
     let ending = ShutdownFlag::listen()?;
-    let mut screen = Screen::enter(stdout(), false)?;
+    let mut screen = Screen::enter(stdout(), false, &ending)?;
     let mut changed = true;
     while !ending.is_set() {
         if changed {

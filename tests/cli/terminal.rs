@@ -6,10 +6,12 @@
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::skip;
 use crate::common::{golden, launch, of_kind};
-use finetune::telemetry::{Event, read};
+use finetune::telemetry::{Event, Record, StepRecord, VERSION, read};
 use std::ffi::OsString;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::ptr::null_mut;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
@@ -314,6 +316,39 @@ fn a_terminal_that_hangs_up_makes_training_save() {
     while !std::fs::read_to_string(&log).unwrap().contains(r#""event":"finished","reason":"interrupted""#) {
         assert!(began.elapsed() < PATIENCE, "training did not stop");
         sleep(Duration::from_millis(50));
+    }
+}
+
+/// Regression: it waited for the terminal forever.
+#[test]
+fn a_signal_ends_a_screen_on_a_terminal_that_accepts_no_output() {
+    let fixture = CliFixture::empty();
+    let started = Event::Started(Box::default());
+    let step = Event::Step(Box::new(StepRecord { step: 1, ..StepRecord::default() }));
+    let line = |event| serde_json::to_string(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap() + "\n";
+    fixture.write("run/events.jsonl", line(started) + &line(step));
+    // A frame of this size fills the terminal's buffer.
+    let mut size = libc::winsize { ws_row: 200, ws_col: 400, ws_xpixel: 0, ws_ypixel: 0 };
+    let mut ends = [-1, -1];
+    let [master, slave] = &mut ends;
+    // SAFETY: the pointers are valid or null, and both descriptors have no other owner.
+    let [master, slave] = unsafe {
+        assert_eq!(libc::openpty(master, slave, null_mut(), null_mut(), &raw mut size), 0);
+        ends.map(|end| OwnedFd::from_raw_fd(end))
+    };
+    let mut command = fixture.command("watch run");
+    command.env("TERM", "xterm-256color").stdin(slave.try_clone().unwrap()).stdout(slave);
+    let mut watching = command.spawn().unwrap();
+    // Until the signal is handled, and the frame is written as far as possible.
+    let mut first = libc::pollfd { fd: master.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: the pointer is to one entry.
+    assert_eq!(unsafe { libc::poll(&raw mut first, 1, PATIENCE.as_millis() as i32) }, 1);
+    sleep(Duration::from_secs(3));
+    assert!(Command::new("kill").arg(watching.id().to_string()).status().unwrap().success());
+    let began = Instant::now();
+    while watching.try_wait().unwrap().is_none() {
+        assert!(began.elapsed() < PATIENCE, "it does not end");
+        sleep(Duration::from_millis(20));
     }
 }
 

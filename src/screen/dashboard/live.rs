@@ -42,7 +42,7 @@ impl App {
         mouse: bool,
     ) -> Result<Exit> {
         let ending = ShutdownFlag::listen().map_err(Error::io("watch for signals on", "terminal"))?;
-        let screen = Screen::enter(writer, mouse).map_err(Error::io("take over", "terminal"))?;
+        let screen = Screen::enter(writer, mouse, &ending).map_err(Error::io("take over", "terminal"))?;
         self.first_look = theme.scheme();
         let began = Instant::now();
         let mut live = Live { app: self, screen, commands, ending, theme, began, drawn: None, changed: true };

@@ -4,6 +4,7 @@
 //! and a signal that ends the process at once. Drawing and restoring take the same lock, so nothing is drawn on a restored
 //! terminal.
 
+use super::signals::{ShutdownFlag, leave};
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event};
@@ -28,6 +29,8 @@ static MOUSE: AtomicBool = AtomicBool::new(false);
 static DRAWING: Mutex<()> = Mutex::new(());
 /// How long restoring waits for a frame in progress; longer only if it was the frame that panicked.
 const PATIENCE: Duration = Duration::from_millis(100);
+/// How long the end of the process waits for a terminal that accepts no output.
+const STUCK: Duration = Duration::from_secs(2);
 /// Time between two polls of the keyboard.
 pub(super) const KEYS: Duration = Duration::from_millis(20);
 
@@ -39,8 +42,9 @@ pub(crate) struct Screen<W: Write> {
 }
 
 impl<W: Write> Screen<W> {
-    /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`.
-    pub(crate) fn enter(mut writer: W, mouse: bool) -> io::Result<Self> {
+    /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`. After the signal of
+    /// `ending` the process ends although the terminal accepts no output.
+    pub(crate) fn enter(mut writer: W, mouse: bool, ending: &ShutdownFlag) -> io::Result<Self> {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
             let report = std::panic::take_hook();
@@ -51,7 +55,7 @@ impl<W: Write> Screen<W> {
         });
         take(&mut writer, mouse).inspect_err(|_| restore())?;
         let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| restore())?;
-        let keyboard = Keyboard::open().inspect_err(|_| restore())?;
+        let keyboard = Keyboard::open(ending.watch()).inspect_err(|_| restore())?;
         Ok(Self { terminal: ManuallyDrop::new(terminal), keyboard })
     }
 
@@ -96,11 +100,12 @@ struct Keyboard {
 }
 
 impl Keyboard {
-    fn open() -> io::Result<Self> {
+    fn open(is_ending: impl Fn() -> bool + Send + 'static) -> io::Result<Self> {
         let (sender, events) = channel();
         let closed = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&closed);
         let read = move || {
+            let mut stuck = None;
             while !asked.load(Ordering::SeqCst) && stdout().is_terminal() {
                 // Never block: a hang-up would not wake the reader.
                 while let Ok(true) = event::poll(Duration::ZERO) {
@@ -110,6 +115,11 @@ impl Keyboard {
                     }
                 }
                 sleep(KEYS);
+                let is_stuck = is_ending() && matches!(DRAWING.try_lock(), Err(TryLockError::WouldBlock));
+                stuck = is_stuck.then(|| stuck.unwrap_or_else(Instant::now));
+                if stuck.is_some_and(|since| since.elapsed() > STUCK) {
+                    leave();
+                }
             }
         };
         let reader = thread::Builder::new().name("keyboard".into()).spawn(read)?;

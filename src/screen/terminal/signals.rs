@@ -22,6 +22,14 @@ pub(crate) const SAVING: &str = "interrupted: saving; Ctrl-C again stops without
 /// Requests to stop within this time count as one.
 pub(crate) const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 
+/// Whether this process is training.
+static TRAINING: AtomicBool = AtomicBool::new(false);
+
+/// Notes that training begins or has ended. A process that trains does not end because its terminal accepts no output.
+pub fn set_training(is_running: bool) {
+    TRAINING.store(is_running, Ordering::SeqCst);
+}
+
 /// Handles signals during a training run.
 ///
 /// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and makes a run in
@@ -99,7 +107,8 @@ fn say(text: &str) {
     }
 }
 
-fn leave() {
+/// Restores the terminal if it accepts output, and ends the process.
+pub(super) fn leave() {
     restore_before_exit();
     low_level::exit(INTERRUPTED);
 }
@@ -140,6 +149,12 @@ impl ShutdownFlag {
             ending.registered.push(flag::register(signal, Arc::clone(&ending.interrupted))?);
         }
         Ok(ending)
+    }
+
+    /// A function that returns whether a signal arrived and no training has to end first.
+    pub(super) fn watch(&self) -> impl Fn() -> bool + Send + use<> {
+        let interrupted = Arc::clone(&self.interrupted);
+        move || interrupted.load(Ordering::SeqCst) && !TRAINING.load(Ordering::SeqCst)
     }
 
     /// Whether a signal arrived.

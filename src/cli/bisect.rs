@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::run_folder;
+use crate::cli::run_lookup::{file_of_run, run_folder};
 use crate::cli::train::thread_pool;
 use crate::engine::collective::SingleProcess;
 use crate::precision::{Dtype, PrecisionUnit};
@@ -57,7 +57,8 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let config = if let Some(run) = &args.like {
         reporter.begin("reading the run");
         folder = run_folder(run, &args.config.runs())?;
-        recorded = RecordedRun::read(&folder.join("events.jsonl"))?;
+        let log = file_of_run(&folder, "events.jsonl")?;
+        recorded = RecordedRun::read(&log)?;
         let possible = |step: &u64| {
             recorded.steps.contains_key(&(step + 1)) && folder.join(CheckpointKind::Full.directory(*step)).exists()
         };

@@ -85,9 +85,22 @@ pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
     if is_run(&folder) {
         return Ok(folder);
     }
+    if Run::exists(&folder) {
+        return file_of_run(&folder, "config.toml").map(|_| folder);
+    }
     let near = did_you_mean(run, runs);
     let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
     Err(Error::config(format!("`{}`", run.display()), message))
+}
+
+/// The path of a run's file. Fails if it is missing.
+pub(super) fn file_of_run(folder: &Path, name: &str) -> Result<PathBuf> {
+    let file = folder.join(name);
+    if file.exists() {
+        return Ok(file);
+    }
+    let message = "is missing in the run's folder; restore this file, or select a different run";
+    Err(Error::config(format!("`{}`", file.display()), message))
 }
 
 /// The events file of a run given as a file, as a folder, or by its name in `runs`.
@@ -97,7 +110,11 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
         return newest_log(runs).ok_or_else(|| Error::config("runs", message));
     };
     let log = |path: &Path| [path.to_path_buf(), path.join("events.jsonl")].into_iter().find(|path| path.is_file());
-    log(&run_or_path(run, runs, |path| log(path).is_some())).ok_or_else(|| {
+    let path = run_or_path(run, runs, |path| log(path).is_some());
+    if Run::exists(&path) {
+        return file_of_run(&path, "events.jsonl");
+    }
+    log(&path).ok_or_else(|| {
         let message = format!(
             "is neither an events file, a run's folder, nor the name of a run in `{}`{}",
             runs.display(),
@@ -153,6 +170,14 @@ mod tests {
         assert!(error.contains(expected), "{error}");
         let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
         assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
+        // Regression: the message denied that this is a run.
+        let missing = run_folder(Path::new("0007"), runs.path()).unwrap_err().to_string();
+        std::fs::rename(&log, folder.join("config.toml")).unwrap();
+        for (error, file) in
+            [(missing, "config.toml"), (find_log(Some(&folder), runs.path()).unwrap_err().to_string(), "events.jsonl")]
+        {
+            assert!(error.starts_with(&format!("`{}`: is missing", folder.join(file).display())), "{error}");
+        }
     }
 
     /// The tests run in a folder with `src` and, in `tests/golden`, models.

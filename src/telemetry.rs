@@ -29,7 +29,7 @@ pub use event::{
     Started, StepRecord, StepStatus, StepTime, TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
-pub use log::{EventLog, Poll, Tail, for_each, last_records, read};
+pub use log::{Detail, EventLog, Poll, Tail, for_each, last_records, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, allowed_cpus, available_bytes, cpu_name, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{

@@ -60,13 +60,16 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
         let log = file_of_run(&folder, "events.jsonl")?;
         recorded = RecordedRun::read(&log)?;
         let possible = |step: &u64| {
-            recorded.steps.contains_key(&(step + 1)) && folder.join(CheckpointKind::Full.directory(*step)).exists()
+            recorded.numbers.contains(&step.saturating_add(1))
+                && folder.join(CheckpointKind::Full.directory(*step)).exists()
         };
         from = args.from.unwrap_or_else(|| recorded.checkpoints.keys().copied().rfind(possible).unwrap_or(0));
-        if !recorded.steps.contains_key(&(from + 1)) {
-            let message = format!("the log has no step {}; use a step of a checkpoint that a step follows", from + 1);
+        let step = from.saturating_add(1);
+        if !recorded.numbers.contains(&step) {
+            let message = format!("the log has no step {step}; use a step of a checkpoint that a step follows");
             return Err(Error::config("--from", message));
         }
+        recorded.read_steps(&log, step..=step)?;
         match recorded.config_after(from) {
             Some(text) => args.config.resolve_from_text(&run.display().to_string(), text)?,
             None => args.config.resolve_from_run(&folder)?,
@@ -87,7 +90,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
         let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), checkpoint.as_ref(), &mut tell)?;
         let bisection = trainer.bisect(dtype, args.tolerance, reporter.activity())?;
         let difference = if args.like.is_some() {
-            recorded.repeat(&mut trainer, &folder, from + 1, temporary.path(), reporter.activity())?
+            recorded.repeat(&mut trainer, &folder, from.saturating_add(1), temporary.path(), reporter.activity())?
         } else {
             None
         };

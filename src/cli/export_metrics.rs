@@ -4,7 +4,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::precision::UpdateCounts;
 use crate::telemetry::float;
-use crate::telemetry::{Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
+use crate::telemetry::{Detail, Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -125,7 +125,7 @@ fn check_has_steps(log: &Path) -> Result<()> {
 fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     let mut board = TensorBoard::create(folder)?;
     let reporter = Reporter::of("reading the log");
-    for_each(log, |record| board.write(&record))?;
+    for_each(log, Detail::Full, |record| board.write(&record))?;
     drop(reporter);
     let written =
         writeln!(out, "wrote {}; view it with `tensorboard --logdir {}`", board.path().display(), folder.display());
@@ -157,7 +157,7 @@ fn table(
         let row = row(&last).map_err(std::io::Error::from);
         row.and_then(|row| write_row(&row, format, std::mem::take(&mut first), out)).map_err(failed)
     };
-    for_each(log, |Record { t, s, event, .. }| {
+    for_each(log, Detail::FewTables, |Record { t, s, event, .. }| {
         match event {
             // A probe comes before its step.
             Event::Fp32Probe(found) => probe = Some(found),

@@ -3,7 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{output_file, run_folder};
+use crate::cli::run_lookup::{file_of_run, output_file, run_folder};
 use crate::cli::train::thread_pool;
 use crate::digest::read_at_most;
 use crate::engine::collective::ProcessGroup;
@@ -107,9 +107,13 @@ impl Subject {
     }
 
     fn of_run(folder: PathBuf) -> Result<Self> {
-        let log = folder.join("events.jsonl");
+        let log = file_of_run(&folder, "events.jsonl")?;
+        let checkpoints = logged_checkpoints(&log)?;
+        if checkpoints.is_empty() {
+            return Err(Error::checkpoint(&folder, NO_CHECKPOINT));
+        }
         let recorded = RecordedRun::read(&log)?;
-        let mut differences = check_proofs(&folder, &log, &logged_checkpoints(&log)?)?;
+        let mut differences = check_proofs(&folder, &log, &checkpoints)?;
         if recorded.unreadable > 0 {
             differences.push(format!("log: {} unreadable lines", recorded.unreadable));
         }
@@ -124,7 +128,7 @@ impl Subject {
     fn steps(&self, args: &VerifyArgs) -> Result<[u64; 2]> {
         let checkpoints = self.recorded.checkpoints.keys().copied();
         let Some(last) = checkpoints.clone().next_back() else {
-            return Err(Error::checkpoint(&self.folder, "the log has no full checkpoint to compare with"));
+            return Err(Error::checkpoint(&self.folder, NO_CHECKPOINT));
         };
         let mut to = args.to.unwrap_or(last);
         let is_claim = self.folder.as_os_str().is_empty();
@@ -138,7 +142,7 @@ impl Subject {
         if from > 0 && is_claim {
             return Err(Error::config("--from", "a claim has no checkpoints; leave the flag out to repeat all steps"));
         }
-        let end = self.recorded.steps.last_key_value().map_or(last, |(step, _)| last.max(*step));
+        let end = self.recorded.numbers.last().map_or(last, |step| last.max(*step));
         if !(1..=end).contains(&to) {
             return Err(Error::config("--to", format!("{to} is not a recorded step; the last is {end}")));
         }
@@ -166,7 +170,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     let claim = args.claim.as_ref().map(|file| output_file("--claim", file, &[])).transpose()?;
     let reporter = Reporter::start();
     reporter.begin("reading the run");
-    let subject = match run {
+    let mut subject = match run {
         file if file.is_file() => Subject::of_claim(file)?,
         run => Subject::of_run(run_folder(run, &args.config.runs())?)?,
     };
@@ -184,6 +188,9 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         RunStart::cancel(&**group)?;
         drop(reporter);
         return report(&subject.differences, "the run", out);
+    }
+    if subject.config.is_none() {
+        subject.recorded.read_steps(&subject.folder.join("events.jsonl"), from + 1..=to)?;
     }
     let group = &args.processes.start(group, &config)?;
     let difference = thread_pool(&config, group.core_sharers())?
@@ -242,6 +249,8 @@ fn report(differences: &[String], what: &str, out: &mut dyn Write) -> Result<Exi
     say(format!("{verdict}: {what}"))?;
     Ok(if differences.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
+
+const NO_CHECKPOINT: &str = "the log has no full checkpoint to compare with";
 
 /// Limit on the size of a claim.
 const MAX_CLAIM: u64 = 64 << 20;

@@ -5,7 +5,9 @@ use super::plain::PlainPrinter;
 use super::renderer::{MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
 use crate::store::checkpoint::is_in_use;
-use crate::telemetry::{Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records};
+use crate::telemetry::{
+    Detail, Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records,
+};
 use crate::ui::Theme;
 use crate::untrusted::sanitize_line;
 use std::collections::VecDeque;
@@ -165,8 +167,8 @@ impl LogSource {
         let log = logs.first().map_or(Path::new(""), PathBuf::as_path);
         let replay = speed.map(|speed| Replay::new(log, speed));
         let tail = Tail::new(log);
-        let tail = if replay.is_some() { tail } else { tail.skimming() };
-        let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
+        let tail = if replay.is_some() { tail } else { tail.with(Detail::Leading) };
+        let others = logs.iter().skip(1).map(|log| Tail::new(log).with(Detail::Leading)).collect();
         Self {
             tail,
             others,

@@ -4,9 +4,9 @@
 //! Use with `#[serde(with = "float")]`, with `#[serde(with = "float::optional")]` for an `Option<f64>`, and with
 //! `#[serde(with = "float::list")]` for a `Vec<f32>`.
 
-use serde::de::{Deserialize, Deserializer, Error};
+use serde::de::{Deserializer, Error, Unexpected, Visitor};
 use serde::ser::{Serialize, Serializer};
-use std::str::FromStr;
+use std::fmt::Formatter;
 
 pub(crate) fn serialize<T: Copy + Into<f64> + Serialize, S: Serializer>(
     value: &T,
@@ -16,20 +16,56 @@ pub(crate) fn serialize<T: Copy + Into<f64> + Serialize, S: Serializer>(
     if wide.is_finite() { value.serialize(serializer) } else { serializer.collect_str(&wide) }
 }
 
-pub(super) fn deserialize<'de, T: Deserialize<'de> + FromStr, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<T, D::Error> {
-    #[derive(serde::Deserialize)]
-    #[serde(untagged)]
-    enum Stored<T> {
-        Number(T),
-        Text(String),
+pub(super) fn deserialize<'de, T: FromF64, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+    deserializer.deserialize_any(FloatVisitor).map(T::from_f64)
+}
+
+/// An FP32 or FP64 number.
+pub(super) trait FromF64 {
+    fn from_f64(value: f64) -> Self;
+}
+
+impl FromF64 for f32 {
+    fn from_f64(value: f64) -> Self {
+        value as f32
     }
-    let wrong = || D::Error::custom("expected a number, \"NaN\", \"inf\" or \"-inf\"");
-    match Stored::deserialize(deserializer)? {
-        Stored::Number(value) => Ok(value),
-        Stored::Text(text) if ["NaN", "inf", "-inf"].contains(&text.as_str()) => text.parse().map_err(|_| wrong()),
-        Stored::Text(_) => Err(wrong()),
+}
+
+impl FromF64 for f64 {
+    fn from_f64(value: f64) -> Self {
+        value
+    }
+}
+
+/// Visits the value itself: an untagged enum would copy it first.
+struct FloatVisitor;
+
+impl Visitor<'_> for FloatVisitor {
+    type Value = f64;
+
+    fn expecting(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a number, \"NaN\", \"inf\" or \"-inf\"")
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<f64, E> {
+        Ok(value)
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<f64, E> {
+        Ok(value as f64)
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<f64, E> {
+        Ok(value as f64)
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<f64, E> {
+        match text {
+            "NaN" => Ok(f64::NAN),
+            "inf" => Ok(f64::INFINITY),
+            "-inf" => Ok(f64::NEG_INFINITY),
+            _ => Err(E::invalid_value(Unexpected::Str(text), &self)),
+        }
     }
 }
 

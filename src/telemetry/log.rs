@@ -8,10 +8,14 @@
 //! of steps after k are void. [`read`] drops those lines; a [`Tail`] returns every line, and its reader rewinds at the
 //! mark.
 
-use super::event::{Event, Record, StepRecord, StepStatus, VERSION};
+mod line;
+
+use super::event::{Event, Record, VERSION};
 use crate::{Error, Result, untrusted};
+use line::{has_table, may_be, parse, skim, step_of, without_table};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 /// The append-only log of a run.
@@ -143,7 +147,7 @@ pub fn last_records(log: &Path, bytes: u64) -> impl Iterator<Item = Record> {
 /// The valid records of a log, without those that a later resume made void and without unreadable lines.
 pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
     let mut records = Vec::new();
-    for_each(path, |record| {
+    for_each(path, Detail::Full, |record| {
         records.push(record);
         Ok(())
     })?;
@@ -152,13 +156,12 @@ pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
 
 /// Passes each record of [`read`] to `take`, in memory that does not grow with the log, and returns the number of
 /// unreadable lines. Fails if there is no such file, it cannot be read, or `take` fails.
-pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<()>) -> Result<usize> {
+pub fn for_each(path: impl AsRef<Path>, detail: Detail, mut take: impl FnMut(Record) -> Result<()>) -> Result<usize> {
     let path = path.as_ref();
     untrusted::open(path).map_err(Error::io("read", path))?;
     // `cuts[i]`: the last step that later resumes leave valid among the records after start `i`.
     let mut cuts = Vec::new();
-    let mut starts = Tail { only_starts: true, ..Tail::new(path) };
-    starts.drain(&mut |record| {
+    Tail::new(path).with(Detail::Kind("started")).drain(&mut |record| {
         if let Event::Started(started) = record.event {
             cuts.push(started.resumed_from.unwrap_or(u64::MAX));
         }
@@ -168,7 +171,7 @@ pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<(
         cuts[at - 1] = cuts[at - 1].min(cuts[at]);
     }
     let mut begun = 0;
-    Tail::new(path).drain(&mut |record| {
+    Tail::new(path).with(detail).drain(&mut |record| {
         begun += usize::from(matches!(record.event, Event::Started(_)));
         if begun > cuts.len() {
             // The run was resumed in the meantime.
@@ -193,6 +196,22 @@ pub struct Poll {
     pub more: bool,
 }
 
+/// The part of a log that is read in full; everything else is much faster to read. The last megabytes always are.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Detail {
+    /// Everything.
+    #[default]
+    Full,
+    /// Everything except most of the steps' tensor tables.
+    FewTables,
+    /// Like [`Self::FewTables`], and only the leading fields of steps, up to [`StepRecord::skipped`](super::StepRecord::skipped).
+    Leading,
+    /// Everything except the steps outside of this range, also in the last megabytes.
+    Steps(RangeInclusive<u64>),
+    /// Only the records of this kind, also in the last megabytes.
+    Kind(&'static str),
+}
+
 /// A reader that follows a log as it grows.
 ///
 /// It reads only whole lines. If the file is truncated or replaced in place, it starts over; if it is renamed and a new
@@ -205,10 +224,7 @@ pub struct Tail {
     head: Vec<u8>,
     /// End of the last whole line read.
     offset: u64,
-    /// Whether to skim the early lines of a long log.
-    skimming: bool,
-    /// Whether to read only the records of starts.
-    only_starts: bool,
+    detail: Detail,
     /// End of the last line with the table of tensors that was read in full.
     table: u64,
 }
@@ -226,11 +242,10 @@ impl Tail {
         Self { path: path.into(), ..Self::default() }
     }
 
-    /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the
-    /// leading fields up to [`StepRecord::skipped`] and some of the tensor tables.
+    /// Reads only a part of the log.
     #[must_use]
-    pub fn skimming(mut self) -> Self {
-        self.skimming = true;
+    pub fn with(mut self, detail: Detail) -> Self {
+        self.detail = detail;
         self
     }
 
@@ -245,7 +260,7 @@ impl Tail {
     }
 
     /// Reads to the end, or until `take` returns `false`, and returns the number of unreadable lines.
-    pub(super) fn drain(&mut self, take: &mut dyn FnMut(Record) -> Result<bool>) -> Result<usize> {
+    pub(crate) fn drain(&mut self, take: &mut dyn FnMut(Record) -> Result<bool>) -> Result<usize> {
         let mut unreadable = 0;
         loop {
             let poll = self.poll()?;
@@ -333,19 +348,25 @@ impl Tail {
         };
         let mut at = self.offset;
         self.offset += whole as u64;
-        let distant = self.skimming && len.saturating_sub(self.offset) > CHUNK as u64;
+        let distant = len.saturating_sub(self.offset) > CHUNK as u64;
         let mut poll = Poll { more: bytes.len() == chunk, ..Poll::default() };
         for line in bytes[..whole].split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
             at += line.len() as u64 + 1;
-            if self.only_starts && !is_start(line) {
-                continue;
+            match &self.detail {
+                Detail::Kind(kind) if !may_be(kind, line) => continue,
+                Detail::Steps(steps) if step_of(line).is_some_and(|step| !steps.contains(&step)) => continue,
+                _ => {}
             }
             let wanted = has_table(line) && at - self.table > len / TABLES;
             if wanted {
                 self.table = at;
             }
-            let skimmed = if distant && !wanted { skim(line) } else { None };
-            match skimmed.or_else(|| parse(line)) {
+            let part = match self.detail {
+                Detail::FewTables if distant && !wanted => without_table(line).and_then(|line| parse(line.as_bytes())),
+                Detail::Leading if distant && !wanted => skim(line),
+                _ => None,
+            };
+            match part.or_else(|| parse(line)) {
                 Some(record) => poll.records.push(record),
                 None => poll.unreadable += 1,
             }
@@ -367,79 +388,9 @@ fn check_version(head: &[u8]) -> std::io::Result<()> {
     }
 }
 
-/// Whether a step's line has the table of tensors, which is its last field.
-fn has_table(line: &[u8]) -> bool {
-    line.ends_with(b"]}")
-}
-
-/// Whether a line may be the record of a start.
-fn is_start(line: &[u8]) -> bool {
-    // Other programs may write the fields in another order, so the kind may be anywhere.
-    step_head(line).is_none() && line.windows(9).any(|part| part == b"\"started\"")
-}
-
-/// Parses a line. Steps, which are nearly all of a log, are parsed without [`Event`], whose fields serde buffers.
-fn parse(line: &[u8]) -> Option<Record> {
-    let step = || {
-        let (v, t, s, _) = step_head(line)?;
-        let step = serde_json::from_slice(line).ok()?;
-        Some(Record { v, t, s, event: Event::Step(step) })
-    };
-    step().or_else(|| serde_json::from_slice(line).ok())
-}
-
-/// Version, times and the rest of a step's line as [`Event`] writes it; `None` for any other line.
-fn step_head(line: &[u8]) -> Option<(u32, u64, f64, Fields<'_>)> {
-    let line = &line[..line.len().min(512)];
-    let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
-    let v = fields.number("v")?;
-    let t = fields.number("t")?;
-    let s = fields.number::<f64>("s").filter(|s| s.is_finite())?;
-    (fields.text("event")? == "\"step\"").then_some((v, t, s, fields))
-}
-
-/// Parses the leading fields of a step's line. `None` for any other line, which must be read in full.
-fn skim(line: &[u8]) -> Option<Record> {
-    let (v, t, s, mut fields) = step_head(line)?;
-    let step = StepRecord {
-        step: fields.number("step")?,
-        loss: fields.number("loss")?,
-        loss_scale: fields.number("loss_scale")?,
-        outcome: match fields.text("outcome")? {
-            "\"applied\"" => StepStatus::Applied,
-            "\"skipped\"" => StepStatus::Skipped,
-            _ => return None,
-        },
-        grad_norm: fields.number("grad_norm")?,
-        tokens: fields.number("tokens")?,
-        tokens_per_s: fields.number("tokens_per_s")?,
-        updates: fields.number("updates")?,
-        skipped: fields.number("skipped")?,
-        ..StepRecord::default()
-    };
-    Some(Record { v, t, s, event: Event::Step(Box::new(step)) })
-}
-
-/// The rest of a line, whose fields are parsed in the order they were written.
-struct Fields<'a>(&'a str);
-
-impl<'a> Fields<'a> {
-    fn text(&mut self, key: &str) -> Option<&'a str> {
-        let value = self.0.strip_prefix('"')?.strip_prefix(key)?.strip_prefix("\":")?;
-        let (value, rest) = value.split_once(',')?;
-        self.0 = rest;
-        Some(value)
-    }
-
-    fn number<T: std::str::FromStr>(&mut self, key: &str) -> Option<T> {
-        // "NaN" and "inf" are quoted in JSON; Rust parses them without quotes.
-        self.text(key)?.trim_matches('"').parse().ok()
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::event::{GradStats, Started, TensorRecord};
+    use super::super::event::{GradStats, Started, StepRecord, TensorRecord};
     use super::*;
 
     fn step(step: u64, loss: f32) -> Record {
@@ -601,7 +552,7 @@ mod tests {
         let poll = Tail::new(&path).poll().unwrap();
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
         assert_eq!(steps(&read(&path).unwrap()), [1, 2]);
-        assert_eq!(for_each(&path, |_| Ok(())).unwrap(), 1);
+        assert_eq!(for_each(&path, Detail::Full, |_| Ok(())).unwrap(), 1);
     }
 
     /// A replay would wait for such a record forever.
@@ -683,11 +634,18 @@ mod tests {
     fn a_hurried_reader_finds_every_step_of_a_long_log_and_some_of_its_tables() {
         let (_folder, path) = log_file();
         write(&path, &(1..=2500).map(|number| line(&with_table(number, 40))).collect::<String>());
-        let found = all(&mut Tail::new(&path).skimming());
-        assert_eq!(steps(&found), (1..=2500).collect::<Vec<_>>());
-        let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());
-        let tables = found.iter().filter(has_table).count();
-        assert!((500..2000).contains(&tables), "{tables}");
-        assert!(found.last().as_ref().is_some_and(has_table));
+        for detail in [Detail::Leading, Detail::FewTables] {
+            let found = all(&mut Tail::new(&path).with(detail.clone()));
+            assert_eq!(steps(&found), (1..=2500).collect::<Vec<_>>());
+            let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());
+            let tables = found.iter().filter(has_table).count();
+            assert!((500..2000).contains(&tables), "{tables}");
+            assert!(found.last().as_ref().is_some_and(has_table));
+            let bare = found.iter().enumerate().find(|(_, record)| !has_table(record));
+            let is_whole = bare.is_some_and(|(at, record)| *record == step(at as u64 + 1, 1.0));
+            assert_eq!(is_whole, detail == Detail::FewTables);
+        }
+        assert_eq!(all(&mut Tail::new(&path).with(Detail::Steps(7..=8))), [7, 8].map(|number| with_table(number, 40)));
+        assert_eq!(all(&mut Tail::new(&path).with(Detail::Kind("started"))), []);
     }
 }

@@ -14,7 +14,7 @@ pub use rows::{EventRow, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};
 
 use super::eta::EtaEstimator;
-use super::log::{Tail, for_each};
+use super::log::{Detail, Tail, for_each};
 use super::{CheckpointSaved, Event, FinishReason, Finished, Fp32Probe, GradStats, Record, Started, StepRecord};
 use crate::precision::{BlockRanges, ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit, UpdateCounts};
 use crate::{Error, Result};
@@ -112,7 +112,7 @@ impl RunState {
 
     /// Like [`RunState::read`]; `note` gets each record first.
     pub(crate) fn read_with(mut self, log: &Path, mut note: impl FnMut(&Record)) -> Result<(Self, usize)> {
-        let unreadable = for_each(log, |record| {
+        let unreadable = for_each(log, Detail::FewTables, |record| {
             note(&record);
             self.apply(record);
             Ok(())
@@ -131,7 +131,7 @@ impl RunState {
     /// The state from a run's log so far, for a screen that continues it; skims a long log.
     pub fn history(log: &Path) -> Result<Self> {
         let mut state = Self::default();
-        Tail::new(log).skimming().drain(&mut |record| {
+        Tail::new(log).with(Detail::Leading).drain(&mut |record| {
             state.apply(record);
             Ok(true)
         })?;
@@ -480,9 +480,9 @@ mod tests {
         let probe = || {
             let most = u64::MAX;
             let flushed = FlushedTensor { nonzero: most, flushed: most, ..FlushedTensor::default() };
-                record.tensors = ["wte.weight", "wte.bias"]
-                    .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
-                    .to_vec();
+            record.tensors = ["wte.weight", "wte.bias"]
+                .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
+                .to_vec();
             let grads =
                 GradStats { zero: most, inf: most, nan: most, exponents: vec![(0, most)], ..Default::default() };
             Event::Fp32Probe(Box::new(Fp32Probe {

@@ -3,19 +3,22 @@
 
 use crate::engine::collective::SingleProcess;
 use crate::store::checkpoint::{self, Checkpoint, CheckpointKind, Run, differing_parts};
-use crate::telemetry::{Activity, CheckpointSaved, Emitter, Event, PhaseProgress, StepRecord, for_each};
+use crate::telemetry::{Activity, CheckpointSaved, Detail, Emitter, Event, PhaseProgress, StepRecord, for_each};
 use crate::train::config::Config;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::Arc;
 
 /// The steps and full checkpoints of a recorded run, by step.
 #[derive(Debug, Default)]
 pub struct RecordedRun {
-    /// Its steps, without those that a resume made void.
+    /// The numbers of its steps, without those that a resume made void.
+    pub numbers: BTreeSet<u64>,
+    /// The steps that [`Self::read_steps`] has read.
     pub steps: BTreeMap<u64, StepRecord>,
     /// Its checkpoints.
     pub checkpoints: BTreeMap<u64, CheckpointSaved>,
@@ -26,13 +29,13 @@ pub struct RecordedRun {
 }
 
 impl RecordedRun {
-    /// Reads a log.
+    /// Reads a log without its steps.
     pub fn read(log: &Path) -> Result<Self> {
         let mut recorded = Self::default();
-        let unreadable = for_each(log, |record| {
+        let unreadable = for_each(log, Detail::FewTables, |record| {
             match record.event {
                 Event::Started(started) => recorded.configs.push((started.resumed_from.unwrap_or(0), started.config)),
-                Event::Step(step) => drop(recorded.steps.insert(step.step, *step)),
+                Event::Step(step) => drop(recorded.numbers.insert(step.step)),
                 Event::CheckpointSaved(saved) if !saved.weights_only => {
                     recorded.checkpoints.insert(saved.step, saved);
                 }
@@ -41,6 +44,17 @@ impl RecordedRun {
             Ok(())
         })?;
         Ok(Self { unreadable, ..recorded })
+    }
+
+    /// Reads a part of the steps, for [`Self::repeat`].
+    pub fn read_steps(&mut self, log: &Path, steps: RangeInclusive<u64>) -> Result<()> {
+        for_each(log, Detail::Steps(steps), |record| {
+            if let Event::Step(step) = record.event {
+                self.steps.insert(step.step, *step);
+            }
+            Ok(())
+        })
+        .map(drop)
     }
 
     /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote it.
@@ -55,7 +69,7 @@ impl RecordedRun {
         resumed.filter(|first| self.config_after(*first) != self.config_after(from)).min()
     }
 
-    /// Repeats the steps with `trainer` up to step `to`, and writes its checkpoints into `folder`. Returns a description of
+    /// Repeats the steps with `trainer` up to step `to`, compares them with those that were read, and writes its checkpoints into `folder`. Returns a description of
     /// the first difference. `run` has those checkpoints of the recorded run that still exist. Fails with [`Error::Config`] if
     /// the settings changed before the difference.
     pub fn repeat(

@@ -94,6 +94,7 @@ fn the_step_has_the_bits_of_the_run() {
     let mut bytes = fs::read(&masters).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&masters, bytes).unwrap();
+    fixture.assert_refused("bisect wide --from 18446744073709551615", &["--from: the log has no step"]);
     fixture.assert_refused("bisect wide", &["master.safetensors", "its contents changed since it was written"]);
 }
 

@@ -7,9 +7,9 @@ use super::read::{Checkpoint, verified};
 use super::run::CONFIG as RUN_CONFIG;
 use super::state::State;
 use crate::digest::Digest;
-use crate::telemetry::{CheckpointProof, CheckpointSaved, Event, Record};
+use crate::telemetry::{CheckpointProof, CheckpointSaved, Detail, Event, Tail};
 use crate::{Error, Result, untrusted};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::Path;
 
 /// Computes the proof of a checkpoint, given the text of the run's configuration and the run's `log`, which may not exist.
@@ -52,21 +52,14 @@ fn chain(step: u64, proof: &CheckpointProof, previous: Option<&CheckpointProof>)
 
 /// The full checkpoints in a log, in the order they were written; none if it does not exist.
 pub fn logged_checkpoints(log: &Path) -> Result<Vec<CheckpointSaved>> {
-    const EVENT: &[u8] = b"\"checkpoint_saved\"";
-    if !log.exists() {
-        return Ok(Vec::new());
-    }
-    let file = BufReader::new(untrusted::open(log).map_err(Error::io("read", log))?);
     let mut found = Vec::new();
-    for line in file.split(b'\n') {
-        let line = line.map_err(Error::io("read", log))?;
-        if line.windows(EVENT.len()).any(|window| window == EVENT)
-            && let Ok(Record { event: Event::CheckpointSaved(saved), .. }) = serde_json::from_slice(&line)
-            && !saved.weights_only
-        {
+    Tail::new(log).with(Detail::Kind("checkpoint_saved")).drain(&mut |record| {
+        if let Event::CheckpointSaved(saved) = record.event {
             found.push(saved);
         }
-    }
+        Ok(true)
+    })?;
+    found.retain(|saved| !saved.weights_only);
     Ok(found)
 }
 
@@ -107,9 +100,13 @@ pub fn check_proofs(run: &Path, log: &Path, checkpoints: &[CheckpointSaved]) -> 
 fn was_resumed_after(log: &Path, first: u64) -> Result<bool> {
     const EVENT: &[u8] = b"\"event\":\"started\"";
     let mut file = untrusted::open(log).map_err(Error::io("read", log))?;
-    let mut rest = Vec::new();
-    file.seek(SeekFrom::Start(first)).and_then(|_| file.read_to_end(&mut rest)).map_err(Error::io("read", log))?;
-    Ok(rest.windows(EVENT.len()).any(|window| window == EVENT))
+    file.seek(SeekFrom::Start(first)).map_err(Error::io("read", log))?;
+    for line in BufReader::new(file).split(b'\n') {
+        if line.map_err(Error::io("read", log))?.windows(EVENT.len()).any(|window| window == EVENT) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The damaged files of a checkpoint, or else the parts that `proof` has other hashes of.

@@ -4,7 +4,9 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log, output_file};
 use crate::precision::UpdateCounts;
 use crate::telemetry::float;
-use crate::telemetry::{Detail, Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
+use crate::telemetry::{
+    Detail, Event, Fp32Probe, Record, RunState, Sink, StepRecord, Tail, TensorBoard, Validation, for_each,
+};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -111,13 +113,15 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
 /// Fails if the log has no step yet, before anything is written.
 fn check_has_steps(log: &Path) -> Result<()> {
     let mut tail = Tail::new(log);
+    let mut has_started = false;
     loop {
         let poll = tail.poll()?;
+        has_started |= poll.records.iter().any(|record| matches!(record.event, Event::Started(_)));
         if poll.records.iter().any(|record| matches!(record.event, Event::Step(_))) {
             return Ok(());
         }
         if !poll.more {
-            return Err(Error::data(log.display(), "the log has no step yet; wait for the first one"));
+            return Err(RunState::no_step(log, has_started));
         }
     }
 }

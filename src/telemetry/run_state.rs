@@ -117,15 +117,21 @@ impl RunState {
             self.apply(record);
             Ok(())
         })?;
-        if self.started.is_none() && unreadable > 0 {
-            let message = "this is not a run's log: it has no `started` event";
-            return Err(Error::data(log.display(), message));
-        }
-        if self.step.step == 0 {
-            let message = "the log has no step yet; wait for the first one, or select a different run";
-            return Err(Error::data(log.display(), message));
+        if self.step.step == 0 || self.started.is_none() && unreadable > 0 {
+            return Err(Self::no_step(log, self.started.is_some()));
         }
         Ok((self, unreadable))
+    }
+
+    /// The error about a log without a step.
+    pub(crate) fn no_step(log: &Path, has_started: bool) -> Error {
+        let is_empty = log.metadata().is_ok_and(|log| log.len() == 0);
+        let message = if has_started || is_empty {
+            "the log has no step yet; wait for the first one, or select a different run"
+        } else {
+            "this is not a run's log: it has no `started` event"
+        };
+        Error::data(log.display(), message)
     }
 
     /// The state from a run's log so far, for a screen that continues it; skims a long log.
@@ -474,15 +480,15 @@ mod tests {
             if let Event::Step(record) = &mut event {
                 record.grads.count = u64::MAX;
                 record.grads.subnormal = u64::MAX;
+                record.tensors = ["wte.weight", "wte.bias"]
+                    .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
+                    .to_vec();
             }
             event
         };
         let probe = || {
             let most = u64::MAX;
             let flushed = FlushedTensor { nonzero: most, flushed: most, ..FlushedTensor::default() };
-            record.tensors = ["wte.weight", "wte.bias"]
-                .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
-                .to_vec();
             let grads =
                 GradStats { zero: most, inf: most, nan: most, exponents: vec![(0, most)], ..Default::default() };
             Event::Fp32Probe(Box::new(Fp32Probe {

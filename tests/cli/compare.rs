@@ -321,6 +321,7 @@ fn invalid_input_is_one_clear_error() {
     runs.invent(&Invented { name: "same", seed: 2, ..RUN });
     std::fs::create_dir(runs.0.path("empty")).unwrap();
     std::fs::write(runs.0.path("text.txt"), "some words\n").unwrap();
+    std::fs::write(runs.0.path("line.txt"), "no whole line").unwrap();
     let begun = std::fs::read_to_string(runs.log("one")).unwrap();
     std::fs::write(runs.0.path("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
     for (line, part) in [
@@ -328,6 +329,7 @@ fn invalid_input_is_one_clear_error() {
         ("one nowhere", "`nowhere`: is neither an events file"),
         ("one empty", "`empty`: is neither an events file"),
         ("one text.txt", "text.txt: this is not a run's log"),
+        ("one line.txt", "line.txt: this is not a run's log"),
         ("one begun.jsonl", "begun.jsonl: the log has no step yet"),
         ("one one/events.jsonl", "is named twice"),
         ("one same --bound 2.0", "--bound: requires two configurations, but these runs have 1"),

@@ -320,6 +320,12 @@ impl Operation {
     }
 }
 
+/// Cuts a sequence into pieces of one to four tokens: for each, the tokens before it and its own.
+fn pieces(seq_len: usize) -> impl Iterator<Item = (usize, usize)> {
+    let piece = move |past: usize| (past < seq_len).then(|| (past, (past % 4 + 1).min(seq_len - past)));
+    std::iter::successors(piece(0), move |(past, new)| piece(past + new))
+}
+
 /// For each row of sequences of `seq_len`, the start of its document.
 pub fn starts(seq_len: usize, documents: Documents) -> Vec<u32> {
     let start = |places: &[u32], row| places.iter().copied().filter(|place| *place <= row).max().unwrap_or(0);

@@ -1,6 +1,6 @@
 //! Attention, its gradients, and the same rows a few tokens at a time.
 
-use super::{Bounds, Documents, Output, Outputs, Trial, starts};
+use super::{Bounds, Documents, Output, Outputs, Trial, pieces, starts};
 use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::ColumnSlice;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
@@ -71,14 +71,11 @@ pub(super) fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType, has_sin
         return Ok(vec![t.output("out", &out, dtype)]);
     }
     let cache = LayerKvCache::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?;
-    let mut past = 0;
-    while past < seq_len {
-        let new = (past % 4 + 1).min(seq_len - past);
+    for (past, new) in pieces(seq_len) {
         let (qkv, out) = (qkv.narrow(0, past, new)?, out.narrow(0, past, new)?);
         let shape = AttentionShape { seq_len: new, ..shape };
         let sequences = &[CachedSequence { cache: &cache, past, new }];
         t.run(op::DecodeAttention { shape, sequences, qkv: ColumnSlice::split(&qkv, widths)?, sinks, out: &out })?;
-        past += new;
     }
     Ok(vec![t.output("out", &out, dtype)])
 }

@@ -1,6 +1,6 @@
 //! Gated delta layers, their gradients, and the same rows a few tokens at a time.
 
-use super::{Documents, Output, Outputs, Trial, equal, starts};
+use super::{Documents, Output, Outputs, Trial, equal, pieces, starts};
 use crate::gated_delta::{DeltaCache, DeltaHeads, DeltaParams, DeltaSequence};
 use crate::op::{DecodeGatedDelta, GatedDelta, GatedDeltaBackward};
 use crate::rope::PositionIds;
@@ -47,16 +47,13 @@ pub(super) fn gated_delta(
         Ok(DeltaCache { inputs: t.poisoned(&[taps, heads.channels()], DType::F32)?, states })
     };
     let caches = [(); 2].map(|()| cache()).into_iter().collect::<candle_core::Result<Vec<_>>>()?;
-    let mut past = 0;
-    while past < seq_len {
-        let new = (past % 4 + 1).min(seq_len - past);
+    for (past, new) in pieces(seq_len) {
         for (i, cache) in caches.iter().enumerate() {
             let first = i * seq_len + past;
             let (input, out) = (input.narrow(0, first, new)?, decoded.narrow(0, first, new)?);
             let sequences = &[DeltaSequence { cache, past, new }];
             t.run(DecodeGatedDelta { heads, input: &input, params, eps, sequences, out: &out })?;
         }
-        past += new;
     }
     let mut outputs = t.outputs([("out", out), ("the decoded rows", decoded), ("dinput", dinput)], dtype);
     outputs.extend(t.outputs([("dconv", gradients.conv), ("dnorm", gradients.norm)], dtype));

@@ -1,6 +1,6 @@
 //! Short convolutions, their gradients, and the same rows a few tokens at a time.
 
-use super::{Documents, Outputs, Trial, starts};
+use super::{Documents, Outputs, Trial, pieces, starts};
 use crate::op::{DecodeShortConv, ShortConv, ShortConvBackward};
 use crate::rope::PositionIds;
 use crate::short_conv::{ConvCache, ConvSequence};
@@ -27,16 +27,13 @@ pub(super) fn short_conv(
     // Two sequences side by side, as many new tokens of each.
     let caches = [(); 2].map(|()| t.poisoned(&[taps, width], DType::F32).map(|products| ConvCache { products }));
     let caches = caches.into_iter().collect::<Result<Vec<_>, _>>()?;
-    let mut past = 0;
-    while past < seq_len {
-        let new = (past % 4 + 1).min(seq_len - past);
+    for (past, new) in pieces(seq_len) {
         for (i, cache) in caches.iter().enumerate() {
             let first = i * seq_len + past;
             let (input, out) = (input.narrow(0, first, new)?, decoded.narrow(0, first, new)?);
             let sequences = &[ConvSequence { cache, past, new }];
             t.run(DecodeShortConv { input: &input, weight, sequences, out: &out })?;
         }
-        past += new;
     }
     let mut outputs = t.outputs([("out", out), ("the decoded rows", decoded), ("dinput", dinput)], dtype);
     outputs.push(t.output("dweight", dweight, dtype));

@@ -74,35 +74,25 @@ impl GatedHeads<'_> {
 /// Computes [`CopyQueries`].
 pub fn copy_queries(op: &CopyQueries<'_>) -> Result<()> {
     let &CopyQueries { pairs, queries, direction } = op;
-    if direction == Direction::Forward {
-        let opened = read(pairs.columns.tensor())?;
-        let source = pairs.columns.source(&opened);
-        let width = queries.dim(1)?;
-        return write_rows(
-            queries,
-            #[inline(always)]
-            |first, out, _| {
-                for [at, query, _] in pairs.places() {
-                    source.load(first / width, query, &mut out[at..at + pairs.head_dim]);
-                }
-            },
-        );
-    }
-    let opened = read(queries)?;
-    let source = ColumnSlice::all(queries)?.source(&opened);
-    write_columns([pairs.columns], |[out]| {
+    let forward = direction == Direction::Forward;
+    let all = ColumnSlice::all(queries)?;
+    let [from, to] = if forward { [pairs.columns, all] } else { [all, pairs.columns] };
+    let opened = read(from.tensor())?;
+    let source = from.source(&opened);
+    write_columns([to], |[out]| {
         for_each_part_with_scratch(
             (),
-            queries.dims()[0],
+            all.rows(),
             [pairs.grain(), pairs.head_dim],
             #[inline(always)]
             |first, rows, (), [head]| {
                 for (row, [at, query, _]) in
                     (first..first + rows).flat_map(|row| pairs.places().map(move |it| (row, it)))
                 {
-                    source.load(row, at, head);
+                    let [from, to] = if forward { [query, at] } else { [at, query] };
+                    source.load(row, from, head);
                     // SAFETY: this task alone has the row.
-                    unsafe { out.store(row, query, head) };
+                    unsafe { out.store(row, to, head) };
                 }
             },
         );

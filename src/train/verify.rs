@@ -69,9 +69,9 @@ impl RecordedRun {
         resumed.filter(|first| self.config_after(*first) != self.config_after(from)).min()
     }
 
-    /// Repeats the steps with `trainer` up to step `to`, compares them with those that were read, and writes its checkpoints into `folder`. Returns a description of
-    /// the first difference. `run` has those checkpoints of the recorded run that still exist. Fails with [`Error::Config`] if
-    /// the settings changed before the difference.
+    /// Repeats the steps with `trainer` up to step `to`, compares them with those that were read, and writes its checkpoints into
+    /// `folder`. Returns a description of the first difference. `run` has those checkpoints of the recorded run that still exist.
+    /// Fails with [`Error::Config`] if the settings changed before the difference.
     pub fn repeat(
         &self,
         trainer: &mut Trainer,

@@ -57,7 +57,7 @@ impl DeltaHeads {
     }
 
     /// Value heads that share a key head.
-    pub(crate) const fn group(self) -> usize {
+    pub const fn group(self) -> usize {
         self.value_heads / self.key_heads
     }
 }

@@ -16,7 +16,7 @@ impl ModelSpec {
     pub(super) fn order_value_heads(&self, entry: &ParamSpec, values: &Tensor, order: HeadOrder) -> Result<Tensor> {
         let recurrence = entry.layer.block.and_then(|block| self.recurrence(block));
         let Some(Recurrence::GatedDelta { heads, .. }) = recurrence else { return Ok(values.clone()) };
-        let group = heads.value_heads / heads.key_heads;
+        let group = heads.group();
         let shape = if order == HeadOrder::Gguf { [heads.key_heads, group] } else { [group, heads.key_heads] };
         let swapped = |values: &Tensor| swap_pairs(values, 1, shape);
         match entry.layer.op {
@@ -37,7 +37,7 @@ impl ModelSpec {
     pub(super) fn reorders_columns(&self, entry: &ParamSpec) -> bool {
         let is_out = entry.layer.op == ModuleOp::Linear(LinearRole::DeltaOut);
         let recurrence = entry.layer.block.filter(|_| is_out).and_then(|block| self.recurrence(block));
-        matches!(recurrence, Some(Recurrence::GatedDelta { heads, .. }) if heads.value_heads > heads.key_heads)
+        matches!(recurrence, Some(Recurrence::GatedDelta { heads, .. }) if heads.group() > 1)
     }
 }
 

@@ -22,11 +22,11 @@ pub(super) static LFM2: Family = Family {
         let mut json = llama::write(spec);
         json[ADJUSTS] = false.into();
         json["norm_eps"] = spec.norm_eps.into();
-        let taps = (0..spec.num_layers).find_map(|block| match spec.recurrence(block)? {
-            Recurrence::ShortConv { taps } => Some(taps),
-            Recurrence::GatedDelta { .. } => None,
-        });
-        json[TAPS] = taps.unwrap_or(DEFAULT_TAPS).into();
+        json[TAPS] = match spec.recurrent {
+            Some(RecurrentLayers { recurrence: Recurrence::ShortConv { taps }, .. }) => taps,
+            _ => DEFAULT_TAPS,
+        }
+        .into();
         let kind = |block| if spec.recurrence(block).is_some() { "conv" } else { "full_attention" };
         json["layer_types"] = (0..spec.num_layers).map(kind).collect();
         json

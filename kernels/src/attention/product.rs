@@ -62,8 +62,10 @@ pub(super) fn add_to(data: &mut [f32], width: usize) -> Output<'_> {
 #[inline(always)]
 pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     for (rows, panel) in rows.chunks_exact(PANEL * width).zip(out.chunks_exact_mut(PANEL * width)) {
-        for (column, out) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
-            *out = std::array::from_fn(|row| rows[row * width + column]);
+        for (row, values) in rows.chunks_exact(width).enumerate() {
+            for (out, value) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(values) {
+                out[row] = *value;
+            }
         }
     }
 }

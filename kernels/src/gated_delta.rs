@@ -370,7 +370,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Writes the queries and keys of a key head with their norms, and the factors that gave them these.
+    /// Writes the queries and keys of a key head with their norms, in rows of `width` with zeros as padding, and the factors that
+    /// gave them these.
     #[inline(always)]
     fn queries_and_keys(
         &self,
@@ -379,12 +380,12 @@ impl<'a> Layer<'a> {
         outs: [&mut [f32]; 2],
         factors: [&mut [f32]; 2],
         scratch: &mut [f32],
+        width: usize,
     ) {
-        let size = self.heads.key_dim;
-        let parts = self.query_and_key(key_head).into_iter().zip(norms(size));
+        let parts = self.query_and_key(key_head).into_iter().zip(norms(self.heads.key_dim));
         for ((channels, norm), (out, factors)) in parts.zip(outs.into_iter().zip(factors)) {
-            self.mix(sequence, channels, [out, scratch], size);
-            for (row, factor) in out.chunks_exact_mut(size).zip(factors) {
+            self.mix(sequence, channels, [out, scratch], width);
+            for (row, factor) in out.chunks_exact_mut(width).zip(factors) {
                 *factor = 1.0 / (dot(row, row) + NORM_EPS).sqrt();
                 scale(row, norm * *factor);
             }
@@ -437,35 +438,33 @@ struct Tokens<'a> {
     strengths: &'a [f32],
 }
 
-impl<'a> Tokens<'a> {
-    /// The query and the key of a token.
+impl Tokens<'_> {
+    /// Adds tokens to a strip of the state, and replaces that strip of their values by their outputs. Keeps, if asked to, what the
+    /// state lacked to give each token's value for its key: `v - α Sᵀ k`.
     #[inline(always)]
-    fn query_and_key(self, i: usize) -> [&'a [f32]; 2] {
-        [self.queries, self.keys].map(|rows| &rows[i * self.size..][..self.size])
-    }
-
-    /// Returns what the state lacks to give the token's value for its key: `v - α Sᵀ k`.
-    #[inline(always)]
-    fn error(self, i: usize, state: &[Strip], value: &Strip) -> Strip {
-        let [_, key] = self.query_and_key(i);
-        let mut error = combine(state, key);
-        for (error, value) in error.iter_mut().zip(value) {
-            *error = value - self.decays[i] * *error;
-        }
-        error
-    }
-
-    /// Adds tokens to a strip of the state, and replaces that strip of their values by their outputs.
-    #[inline(always)]
-    fn scan(self, tokens: Range<usize>, state: &mut [Strip], rows: &mut [Strip], [strip, count]: [usize; 2]) {
+    fn scan(
+        self,
+        tokens: Range<usize>,
+        state: &mut [Strip],
+        rows: &mut [Strip],
+        mut errors: Option<&mut [Strip]>,
+        [strip, count]: [usize; 2],
+    ) {
         for i in tokens {
             if self.sequence.position(i) == 0 {
                 state.fill([0.0; STRIP]);
             }
             let row = &mut rows[i * count + strip];
-            let change = times(self.strengths[i], self.error(i, state, row));
-            let [query, key] = self.query_and_key(i);
+            let [query, key] = [self.queries, self.keys].map(|rows| &rows[i * self.size..][..self.size]);
             let decay = self.decays[i];
+            let mut error = combine(state, key);
+            for (error, value) in error.iter_mut().zip(&*row) {
+                *error = value - decay * *error;
+            }
+            if let Some(errors) = &mut errors {
+                errors[i * count + strip] = error;
+            }
+            let change = times(self.strengths[i], error);
             let mut output = [0.0; STRIP];
             for (state, (query, key)) in state.iter_mut().zip(query.iter().zip(key)) {
                 // In separate loops, because the compiler would not vectorise a common one.
@@ -526,7 +525,7 @@ fn forward_group(
         [len * key_dim, len * key_dim, len, len, len * width, key_dim * width, key_dim.max(value_dim)],
         #[inline(always)]
         |[queries, keys, decays, strengths, rows, state, scratch]| {
-            layer.queries_and_keys(sequence, key_head, [queries, keys], [decays, strengths], scratch);
+            layer.queries_and_keys(sequence, key_head, [queries, keys], [decays, strengths], scratch, key_dim);
             for member in 0..group {
                 let value_head = key_head * group + member;
                 layer.decays_and_strengths(sequence, value_head, [decays, strengths]);
@@ -542,7 +541,7 @@ fn forward_group(
                 }
                 let count = width / STRIP;
                 for (strip, state) in strips_mut(state).chunks_exact_mut(key_dim).enumerate() {
-                    tokens.scan(0..len, state, strips_mut(rows), [strip, count]);
+                    tokens.scan(0..len, state, strips_mut(rows), None, [strip, count]);
                 }
                 if let Some(stored) = &mut stored {
                     state_places(layer.heads).for_each(|[to, from]| stored[to].copy_from_slice(&state[from]));

@@ -21,7 +21,7 @@ pub(crate) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
 }
 
 /// The transpose of a matrix with rows of `width`.
-pub(super) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
+pub(crate) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
     Matrix { data, row_stride: 1, column_stride: width }
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn overwrite(data: &mut [f32], width: usize) -> Output<'_> {
     Output { data, row_stride: width, accumulate: false }
 }
 
-pub(super) fn add_to(data: &mut [f32], width: usize) -> Output<'_> {
+pub(crate) fn add_to(data: &mut [f32], width: usize) -> Output<'_> {
     Output { data, row_stride: width, accumulate: true }
 }
 

@@ -1,18 +1,20 @@
 //! The gradients of gated delta layers.
 //!
-//! The forward pass is computed again and keeps the states at the start of chunks of tokens. Then, from the last chunk to the first,
-//! the states within a chunk are computed once more and all kept, and the gradient of the state goes back token by token.
+//! The forward pass is computed again and keeps the state before each chunk of tokens. Then products of matrices give the gradients
+//! of chunks, from the last to the first (Yang et al., "Parallelizing linear transformers with the delta rule", 2024).
 
-use super::{GatedDeltaBackward, Layer, STRIP, Sequence, Strip, Tokens, norms, strips_mut, times};
-use crate::attention::with_matrices;
+use super::{GatedDeltaBackward, Layer, STRIP, Sequence, Tokens, norms, strips_mut};
+use crate::attention::product::{
+    Right, add_to, by_columns, by_rows, in_panels, in_rows, multiply, overwrite, transpose,
+};
+use crate::attention::{PAD, with_matrices};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
-use crate::rows::{LANES, STRIPE, axpy, column_sums, dot, lane_total, scale, sum, with_scratch};
+use crate::rows::{STRIPE, axpy, column_sums, dot, scale, sum, with_scratch};
 use crate::short_conv::add_product;
 use crate::view::{read, write};
 use crate::{isa, math};
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
-use std::hint;
 use std::ops::Range;
 
 /// The gradients of the outputs and of the input.
@@ -106,15 +108,15 @@ fn backward_group(
     partial: &mut [f32],
 ) {
     let (len, width, group) = (sequence.len, layer.padded(), layer.heads.group());
-    let (size, taps) = (layer.heads.key_dim, layer.taps.count());
+    let (size, taps) = (layer.heads.key_dim.next_multiple_of(PAD), layer.taps.count());
     let (conv, others) = partial.split_at_mut(partial.len() - 2 * group - layer.heads.value_dim);
-    let (dqk, dvalues) = conv.split_at_mut(2 * size * taps);
+    let (dqk, dvalues) = conv.split_at_mut(2 * layer.heads.key_dim * taps);
     let (heads, dnorm) = others.split_at_mut(2 * group);
     with_matrices(
         [len * size, len * size, len * size, len * size, len, len, size.max(width)],
         #[inline(always)]
         |[queries, keys, dqueries, dkeys, query_factors, key_factors, scratch]| {
-            layer.queries_and_keys(sequence, key_head, [queries, keys], [query_factors, key_factors], scratch);
+            layer.queries_and_keys(sequence, key_head, [queries, keys], [query_factors, key_factors], scratch, size);
             dqueries.fill(0.0);
             dkeys.fill(0.0);
             for member in 0..group {
@@ -123,7 +125,8 @@ fn backward_group(
                 let parameters = [dconv, &mut heads[2 * member..][..2], &mut *dnorm];
                 backward_head(layer, sequence, value_head, [queries, keys], [dqueries, dkeys], gradients, parameters);
             }
-            let dqk = dqk.chunks_exact_mut(size * taps).zip(layer.query_and_key(key_head)).zip(norms(size));
+            let dqk = dqk.chunks_exact_mut(layer.heads.key_dim * taps);
+            let dqk = dqk.zip(layer.query_and_key(key_head)).zip(norms(layer.heads.key_dim));
             let rows = [(queries, dqueries, query_factors), (keys, dkeys, key_factors)];
             for (((dconv, channels), norm), (rows, drows, factors)) in dqk.zip(rows) {
                 for ((row, drow), factor) in rows.chunks_exact(size).zip(drows.chunks_exact_mut(size)).zip(factors) {
@@ -155,66 +158,39 @@ fn backward_head(
     gradients: Gradients<'_>,
     [dconv, dhead, dnorm]: [&mut [f32]; 3],
 ) {
-    let (len, width, size) = (sequence.len, layer.padded(), layer.heads.key_dim);
-    let chunk = len.isqrt();
-    let starts = len.div_ceil(chunk) * size * width;
+    let (len, width) = (sequence.len, layer.padded());
+    let size = queries.len() / len;
+    let state = size * width;
     with_matrices(
-        [
-            len,
-            len,
-            len,
-            len,
-            len * width,
-            len * width,
-            starts,
-            (chunk + 1) * size * STRIP,
-            chunk * STRIP,
-            2 * size * LANES,
-            3 * width,
-        ],
+        [len, len, len, len, len * width, len * width, len * width, len.div_ceil(CHUNK) * state, state, 2 * width],
         #[inline(always)]
-        |[decays, strengths, ddecays, dstrengths, values, outputs, starts, states, errors, lanes, scratch]| {
+        |[decays, strengths, dlog_decays, dstrengths, values, outputs, errors, starts, dstate, scratch]| {
             layer.decays_and_strengths(sequence, value_head, [decays, strengths]);
             layer.mix(sequence, layer.value(value_head), [values, scratch], width);
             outputs.copy_from_slice(values);
             let tokens = Tokens { sequence, size, queries, keys, decays, strengths };
-            let chunks = || (0..len).step_by(chunk).map(|first| first..len.min(first + chunk));
+            let chunks = || (0..len).step_by(CHUNK).map(|first| first..len.min(first + CHUNK));
             let count = width / STRIP;
-            let (dstate, states) = strips_mut(states).split_at_mut(size);
-            let starts = strips_mut(starts);
-            let rows = strips_mut(outputs);
             for strip in 0..count {
-                dstate.fill([0.0; STRIP]);
-                for (i, tokens_of_chunk) in chunks().enumerate() {
-                    starts[(i * count + strip) * size..][..size].copy_from_slice(dstate);
-                    tokens.scan(tokens_of_chunk, dstate, rows, [strip, count]);
+                let state = &mut strips_mut(dstate)[..size];
+                state.fill([0.0; STRIP]);
+                for (tokens_of_chunk, start) in chunks().zip(strips_mut(starts).chunks_exact_mut(size * count)) {
+                    for (start, state) in start[strip..].iter_mut().step_by(count).zip(&*state) {
+                        *start = *state;
+                    }
+                    let errors = Some(strips_mut(errors));
+                    tokens.scan(tokens_of_chunk, state, strips_mut(outputs), errors, [strip, count]);
                 }
             }
             output_gradients(layer, sequence, value_head, outputs, scratch, gradients, dnorm);
-            ddecays.fill(0.0);
-            dstrengths.fill(0.0);
-            let mut chunk = Chunk {
-                tokens,
-                states,
-                errors: strips_mut(errors),
-                lanes: lanes.as_chunks_mut().0,
-                dstate,
-                values: strips_mut(values),
-                doutputs: strips_mut(outputs),
-                dqueries,
-                dkeys,
-                ddecays,
-                dstrengths,
-            };
-            for strip in 0..count {
-                chunk.dstate.fill([0.0; STRIP]);
-                for (i, tokens_of_chunk) in chunks().enumerate().rev() {
-                    chunk.states[..size].copy_from_slice(&starts[(i * count + strip) * size..][..size]);
-                    chunk.recompute(tokens_of_chunk.clone(), [strip, count]);
-                    chunk.backward(tokens_of_chunk, [strip, count]);
-                }
+            dstate.fill(0.0);
+            let doutputs = &*outputs;
+            let mut rows =
+                HeadRows { errors, doutputs, dqueries, dkeys, dvalues: values, dlog_decays, dstrengths, dstate };
+            for (tokens_of_chunk, start) in chunks().zip(starts.chunks_exact(state)).rev() {
+                rows.backward(tokens, tokens_of_chunk, start);
             }
-            gate_gradients(layer, sequence, value_head, [decays, ddecays, dstrengths], gradients, dhead);
+            gate_gradients(layer, sequence, value_head, [dlog_decays, dstrengths], gradients, dhead);
             mix_backward(layer, sequence, layer.value(value_head), [values, scratch], width, gradients, dconv);
         },
     );
@@ -240,12 +216,13 @@ fn output_gradients(
         let inverse = layer.inverse_rms(output);
         layer.input.load(row, layer.z(value_head), z);
         gradients.dy.load(row, value_head * size, dy);
-        for j in 0..size {
-            let (gate, slope) = math::silu_with_derivative(z[j]);
-            output[j] *= inverse;
-            z[j] = dy[j] * layer.norm[j] * output[j] * slope;
-            dnorm[j] += dy[j] * output[j] * gate;
-            dy[j] *= layer.norm[j] * gate;
+        let elements = output.iter_mut().zip(&mut *dy).zip(&mut *z).zip(&layer.norm).zip(&mut *dnorm);
+        for ((((output, dy), z), weight), dweight) in elements {
+            let (gate, slope) = math::silu_with_derivative(*z);
+            *output *= inverse;
+            *z = *dy * weight * *output * slope;
+            *dweight += *dy * *output * gate;
+            *dy *= weight * gate;
         }
         // SAFETY: one task alone writes this head's part of the row.
         unsafe { gradients.dinput.store(row, layer.z(value_head), z) };
@@ -262,15 +239,14 @@ fn gate_gradients(
     layer: &Layer<'_>,
     sequence: Sequence<'_>,
     value_head: usize,
-    [decays, ddecays, dstrengths]: [&[f32]; 3],
+    [dlog_decays, dstrengths]: [&[f32]; 2],
     gradients: Gradients<'_>,
     dhead: &mut [f32],
 ) {
     let mut sums = [0.0; 2];
-    for (i, dstrength) in dstrengths.iter().enumerate() {
+    for (i, (dlog_decay, dstrength)) in dlog_decays.iter().zip(dstrengths).enumerate() {
         let row = sequence.first + i;
         let gates = layer.gates(row, value_head);
-        let dlog_decay = ddecays[i] * decays[i];
         let da = dlog_decay * gates.log_slope;
         sums[0] += f64::from(dlog_decay * gates.log_decay);
         sums[1] += f64::from(da);
@@ -283,104 +259,225 @@ fn gate_gradients(
     dhead.copy_from_slice(&sums.map(|sum| sum as f32));
 }
 
-/// A strip of the states of a chunk of tokens, and what its gradients need.
-struct Chunk<'a> {
-    tokens: Tokens<'a>,
-    /// The state before each token.
-    states: &'a mut [Strip],
-    /// [`Tokens::error`] of each token.
-    errors: &'a mut [Strip],
-    /// Partial sums of the gradients of a query, then of a key.
-    lanes: &'a mut [[f32; LANES]],
-    /// The gradient of the state after the token.
-    dstate: &'a mut [Strip],
-    /// The values, then their gradients.
-    values: &'a mut [Strip],
-    doutputs: &'a mut [Strip],
+/// The largest number of tokens of a chunk.
+const CHUNK: usize = 32;
+
+/// The rows of a value head, and the gradients that belong to them.
+struct HeadRows<'a> {
+    /// `v - α Sᵀ k`.
+    errors: &'a [f32],
+    doutputs: &'a [f32],
+    /// Sums over the heads of a group.
     dqueries: &'a mut [f32],
     dkeys: &'a mut [f32],
-    ddecays: &'a mut [f32],
+    dvalues: &'a mut [f32],
+    /// The gradients of `log α`.
+    dlog_decays: &'a mut [f32],
     dstrengths: &'a mut [f32],
+    /// The gradient of the state after the chunk, then that of the state before it.
+    dstate: &'a mut [f32],
 }
 
-impl Chunk<'_> {
-    /// Computes the states before all tokens from the one before the first.
+impl HeadRows<'_> {
+    /// Computes the gradients of a chunk of tokens, given the state before it. With the product `D_ij` of the decays after token `j` up to
+    /// token `i`, the state after token `i` is `D_i0 S_0 + Σ_j D_ij k_j δ_jᵀ`.
     #[inline(always)]
-    fn recompute(&mut self, chunk: Range<usize>, [strip, count]: [usize; 2]) {
-        let tokens = self.tokens;
-        let mut rest = &mut self.states[..chunk.len() * tokens.size];
-        for (i, error) in chunk.zip(&mut *self.errors) {
-            let state = rest.split_off_mut(..tokens.size).unwrap_or_default();
-            if tokens.sequence.position(i) == 0 {
-                state.fill([0.0; STRIP]);
-            }
-            *error = tokens.error(i, state, &self.values[i * count + strip]);
-            let change = times(tokens.strengths[i], *error);
-            let [_, key] = tokens.query_and_key(i);
-            let decay = tokens.decays[i];
-            for ((next, state), key) in rest.iter_mut().zip(state).zip(key) {
-                *next = times(decay, *state);
-                axpy(*key, &change, next);
-            }
-        }
-    }
+    fn backward(&mut self, tokens: Tokens<'_>, chunk: Range<usize>, state: &[f32]) {
+        let (len, size) = (chunk.len(), tokens.size);
+        let (width, count) = (state.len() / size, len.next_multiple_of(PAD));
+        let of_keys = chunk.start * size..chunk.end * size;
+        let of_values = chunk.start * width..chunk.end * width;
+        let strengths = &tokens.strengths[chunk.clone()];
+        let [keys, values, square] = [count * size, count * width, count * count];
+        let panels = size.max(count) * width;
+        with_matrices(
+            [keys, keys, keys, values, values, values, square, square, square, square, square, 3 * count, panels],
+            #[inline(always)]
+            |[q, k, through_state, doutput, change, dvalue, decays, qk, kk, dqk, dkk, sums, panels]| {
+                let errors = &self.errors[of_values.clone()];
+                pad(&tokens.queries[of_keys.clone()], q);
+                pad(&tokens.keys[of_keys.clone()], k);
+                pad(&self.doutputs[of_values.clone()], doutput);
+                pad(errors, change);
+                scale_rows(change, width, strengths);
+                let (since_start, sums) = sums.split_at_mut(count);
+                chunk_decays(tokens, chunk.clone(), decays, since_start);
+                let until_end = &decays[(len - 1) * count..][..count];
 
-    /// Goes back through the tokens.
-    #[inline(always)]
-    fn backward(&mut self, chunk: Range<usize>, [strip, count]: [usize; 2]) {
-        let tokens = self.tokens;
-        let size = tokens.size;
-        let first = chunk.start;
-        for i in chunk.rev() {
-            let state = &self.states[(i - first) * size..][..size];
-            let error = &self.errors[i - first];
-            let doutput = self.doutputs[i * count + strip];
-            let [query, key] = tokens.query_and_key(i);
-            let (decay, strength) = (tokens.decays[i], tokens.strengths[i]);
-            let (dquery, dkey) = (&mut self.dqueries[i * size..][..size], &mut self.dkeys[i * size..][..size]);
-            let change = times(strength, *error);
-            let mut dchange = [0.0; STRIP];
-            let (query_lanes, key_lanes) = self.lanes.split_at_mut(size);
-            for row in 0..size {
-                let dstate = &mut self.dstate[row];
-                axpy(query[row], &doutput, dstate);
-                axpy(key[row], dstate, &mut dchange);
-                key_lanes[row] = products(dstate, &change);
-            }
-            let dvalue = times(strength, dchange);
-            let along = dot(&change, &doutput);
-            let mut ddecay = [0.0; STRIP];
-            for row in 0..size {
-                let (dstate, state) = (&mut self.dstate[row], &state[row]);
-                query_lanes[row] = products(state, &doutput);
-                axpy(-decay, &products(state, &dvalue), &mut key_lanes[row]);
-                axpy(-key[row], &dvalue, dstate);
-                add_product(&mut ddecay, dstate, state);
-                scale(dstate, decay);
-            }
-            for row in 0..size {
-                dquery[row] += decay * lane_total(query_lanes[row]) + key[row] * along;
-                dkey[row] += lane_total(key_lanes[row]);
-            }
-            self.ddecays[i] += sum(&ddecay);
-            self.dstrengths[i] += dot(&dchange, error);
-            self.values[i * count + strip] = dvalue;
-            if tokens.sequence.position(i) == 0 {
-                self.dstate.fill([0.0; STRIP]);
-            }
-        }
+                // The gradients of the changes and of the values.
+                transpose(k, size, panels);
+                multiply_both([q, k], in_panels(panels, size), size, [qk, kk]);
+                multiply_elements(qk, decays);
+                multiply_elements(kk, decays);
+                multiply([count, size, width], by_rows(k, size), in_rows(self.dstate, width), overwrite(dvalue, width));
+                scale_rows(dvalue, width, until_end);
+                let right = in_rows(doutput, width);
+                multiply([count, count, width], by_columns(qk, count), right, add_to(dvalue, width));
+                let dstrengths = &mut self.dstrengths[chunk.clone()];
+                substitute(dvalue, kk, [strengths, errors], dstrengths);
+                self.dvalues[of_values].copy_from_slice(&dvalue[..len * width]);
+
+                // The gradients of queries and keys from other tokens of the chunk.
+                let (dq, dk) = (&mut self.dqueries[of_keys.clone()], &mut self.dkeys[of_keys]);
+                transpose(change, width, panels);
+                multiply_both([doutput, dvalue], in_panels(panels, width), width, [dqk, dkk]);
+                for (((qk, kk), dqk), dkk) in qk.iter_mut().zip(kk).zip(&*dqk).zip(&*dkk) {
+                    *qk = *qk * dqk - *kk * dkk;
+                }
+                multiply_elements(dqk, decays);
+                multiply_elements(dkk, decays);
+                negate_and_mirror(dkk, count);
+                multiply([len, count, size], by_rows(dqk, count), in_rows(k, size), add_to(dq, size));
+                multiply([len, count, size], by_columns(dqk, count), in_rows(q, size), add_to(dk, size));
+                multiply([len, count, size], by_rows(dkk, count), in_rows(k, size), add_to(dk, size));
+
+                // Those from the states before and after the chunk.
+                scale_rows(change, width, until_end);
+                scale_rows(doutput, width, since_start);
+                scale(since_start, -1.0);
+                scale_rows(dvalue, width, since_start);
+                let (from_start, to_end) = sums.split_at_mut(count);
+                from_start.fill(0.0);
+                to_end.fill(0.0);
+                transpose(state, width, panels);
+                let right = in_panels(panels, width);
+                add_products((doutput, width), right, [q, through_state], dq, from_start);
+                add_products((dvalue, width), right, [k, through_state], dk, from_start);
+                transpose(self.dstate, width, panels);
+                let right = in_panels(panels, width);
+                add_products((change, width), right, [k, through_state], dk, to_end);
+
+                scale(self.dstate, -since_start[len - 1]);
+                let mut both = 0.0;
+                for (x, dx) in state.chunks_exact(width).zip(self.dstate.chunks_exact(width)) {
+                    both += f64::from(dot(x, dx));
+                }
+                decay_gradients(&mut self.dlog_decays[chunk], qk, [from_start, to_end], both as f32);
+                let right = in_rows(doutput, width);
+                multiply([size, count, width], by_columns(q, size), right, add_to(self.dstate, width));
+                let right = in_rows(dvalue, width);
+                multiply([size, count, width], by_columns(k, size), right, add_to(self.dstate, width));
+            },
+        );
     }
 }
 
-/// The products of two strips, summed in lanes. They go through memory: if the compiler saw the sum of the lanes, it would compute
-/// in vectors of two.
+/// Multiplies two matrices of the chunk's rows, whose width is `inner`, by the same one.
 #[inline(always)]
-fn products(x: &Strip, y: &Strip) -> [f32; LANES] {
-    let mut lanes = [0.0; LANES];
-    for (x, y) in x.chunks_exact(LANES).zip(y.chunks_exact(LANES)) {
-        add_product(&mut lanes, x, y);
+fn multiply_both(left: [&[f32]; 2], right: Right<'_>, inner: usize, products: [&mut [f32]; 2]) {
+    for (left, product) in left.into_iter().zip(products) {
+        let count = left.len() / inner;
+        multiply([count, inner, count], by_rows(left, inner), right, overwrite(product, count));
     }
-    hint::black_box(lanes)
+}
+
+/// Replaces the gradients of changes by those of values, and writes those of write strengths, from the last: each token's change depends
+/// on the ones before it.
+#[inline(always)]
+fn substitute(changes: &mut [f32], kk: &[f32], [strengths, errors]: [&[f32]; 2], dstrengths: &mut [f32]) {
+    let width = errors.len() / strengths.len();
+    let count = changes.len() / width;
+    for i in (0..strengths.len()).rev() {
+        let (earlier, dvalue) = changes[..(i + 1) * width].split_at_mut(i * width);
+        dstrengths[i] = dot(dvalue, &errors[i * width..][..width]);
+        scale(dvalue, strengths[i]);
+        for (earlier, product) in earlier.chunks_exact_mut(width).zip(&kk[i * count..]) {
+            axpy(-product, dvalue, earlier);
+        }
+    }
+}
+
+/// Adds the rows of `a · b` to `dx`, and their scalar products with those of `x` to `sums`.
+#[inline(always)]
+fn add_products(
+    (a, width): (&[f32], usize),
+    b: Right<'_>,
+    [x, products]: [&mut [f32]; 2],
+    dx: &mut [f32],
+    sums: &mut [f32],
+) {
+    let size = x.len() / sums.len();
+    multiply([sums.len(), width, size], by_rows(a, width), b, overwrite(products, size));
+    axpy(1.0, &products[..dx.len()], dx);
+    for ((sum, x), product) in sums.iter_mut().zip(x.chunks_exact(size)).zip(products.chunks_exact(size)) {
+        *sum += dot(x, product);
+    }
+}
+
+/// Writes the gradients of `log α` of a chunk. Each is the sum of all products that its decay is a factor of: `pairs` of a later token or
+/// itself, in the rows, and an earlier one; of the state before the chunk and later tokens or itself, `from_start`; of earlier tokens and the
+/// state after the chunk, `to_end`; and of both states. Nothing is subtracted from a larger sum.
+#[inline(always)]
+fn decay_gradients(dlog_decays: &mut [f32], pairs: &mut [f32], [from_start, to_end]: [&mut [f32]; 2], both: f32) {
+    let count = from_start.len();
+    for i in 1..count {
+        to_end[i] += to_end[i - 1];
+    }
+    for (i, gradient) in dlog_decays.iter_mut().enumerate().rev() {
+        let (rows, later) = pairs.split_at_mut((i + 1) * count);
+        let row = &mut rows[i * count..];
+        if i + 1 < count {
+            axpy(1.0, &later[..count], row);
+            from_start[i] += from_start[i + 1];
+        }
+        let before = if i == 0 { 0.0 } else { to_end[i - 1] };
+        *gradient = sum(&row[..i]) + from_start[i] + before + both;
+    }
+}
+
+/// Copies rows, and fills the rest of `out` with zeros.
+#[inline(always)]
+fn pad(rows: &[f32], out: &mut [f32]) {
+    let (out, padding) = out.split_at_mut(rows.len());
+    out.copy_from_slice(rows);
+    padding.fill(0.0);
+}
+
+/// Multiplies each row of `width` by its factor.
+#[inline(always)]
+fn scale_rows(rows: &mut [f32], width: usize, factors: &[f32]) {
+    for (row, factor) in rows.chunks_exact_mut(width).zip(factors) {
+        scale(row, *factor);
+    }
+}
+
+#[inline(always)]
+fn multiply_elements(x: &mut [f32], factors: &[f32]) {
+    for (x, factor) in x.iter_mut().zip(factors) {
+        *x *= factor;
+    }
+}
+
+/// Replaces a matrix by the negative sum of its part below the diagonal and of that part's transpose.
+#[inline(always)]
+fn negate_and_mirror(x: &mut [f32], size: usize) {
+    for i in 0..size {
+        x[i * size + i] = 0.0;
+        for j in 0..i {
+            x[i * size + j] *= -1.0;
+            x[j * size + i] = x[i * size + j];
+        }
+    }
+}
+
+/// Writes the products of the decays after each token, in the columns, up to each token of a chunk, in the rows; above the diagonal, and
+/// in the padding, zeros. `since_start` gets those of all decays up to each token.
+#[inline(always)]
+fn chunk_decays(tokens: Tokens<'_>, chunk: Range<usize>, decays: &mut [f32], since_start: &mut [f32]) {
+    let count = since_start.len();
+    decays.fill(0.0);
+    since_start.fill(0.0);
+    let mut product = 1.0;
+    for (i, token) in chunk.enumerate() {
+        let decay = if tokens.sequence.position(token) == 0 { 0.0 } else { tokens.decays[token] };
+        product *= decay;
+        since_start[i] = product;
+        let (before, row) = decays.split_at_mut(i * count);
+        for (x, before) in row[..i].iter_mut().zip(before[i.saturating_sub(1) * count..].iter()) {
+            *x = decay * before;
+        }
+        row[i] = 1.0;
+    }
 }
 
 /// Goes back through SiLU and the convolution of some channels, with the gradients `rows [T, width]`. Stores the gradients of the

@@ -60,8 +60,14 @@ fn key(view: &mut App, code: KeyCode) -> Option<Command> {
     view.key(KeyEvent::new(code, KeyModifiers::NONE))
 }
 
+/// Presses keys; a line break is Enter, `\x1b` is Esc.
 fn press(view: &mut App, keys: &str) -> Vec<Command> {
-    keys.chars().filter_map(|c| key(view, KeyCode::Char(c))).collect()
+    let code = |c| match c {
+        '\n' => KeyCode::Enter,
+        '\x1b' => KeyCode::Esc,
+        c => KeyCode::Char(c),
+    };
+    keys.chars().filter_map(|c| key(view, code(c))).collect()
 }
 
 fn tensors(view: &App) -> Vec<&TensorRow> {
@@ -87,6 +93,16 @@ fn text(buffer: &Buffer) -> String {
 
 fn picture(view: &App, size: (u16, u16)) -> String {
     text(&buffer(view, Theme::truecolor(ColorScheme::Dark), size))
+}
+
+#[track_caller]
+fn assert_shows(view: &App, size: (u16, u16), text: &str) {
+    let shown = picture(view, size);
+    assert!(shown.contains(text), "`{text}` is not in\n{shown}");
+}
+
+fn footer(view: &App, size: (u16, u16)) -> String {
+    picture(view, size).lines().last().unwrap().to_owned()
 }
 
 /// Compares the frames at both sizes with the stored ones.
@@ -118,8 +134,7 @@ fn every_tab() {
         press(&mut view, &(number + 1).to_string());
         snapshots(tab, &view);
     }
-    press(&mut view, "3jj");
-    key(&mut view, KeyCode::Enter);
+    press(&mut view, "3jj\n");
     snapshots("tensor_history", &view);
 }
 
@@ -203,7 +218,7 @@ fn layers_in_fallback_are_named_and_marked() {
     view.receive(retyped(1900, "h.5", None));
     changed_snapshots("fallback", &running(), &view);
     press(&mut view, "4");
-    assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "▴ retyped layer=h.5 computes=f32->f16 back");
     // A process that resumes from an earlier step states its layers in fallback.
     let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
     view.receive(started(Started { resumed_from: Some(1700), fallback, ..Started::default() }));
@@ -238,20 +253,16 @@ fn layers_have_types_variances_and_the_threshold() {
     assert!(table.lines().any(|line| line.contains("wte.weight") && line.contains(" f16     1840 ")), "{table}");
     press(&mut view, "v");
     snapshots("layers", &view);
-    press(&mut view, "v/h.3.mlp");
-    key(&mut view, KeyCode::Enter);
-    key(&mut view, KeyCode::Enter);
+    press(&mut view, "v/h.3.mlp\n\n");
     snapshots("layer_variance", &view);
-    key(&mut view, KeyCode::Esc);
-    press(&mut view, "4");
-    assert!(picture(&view, FULL).contains("▾ first at 2^-24, FP16's smallest: wte.weight, h.3.mlp.c_fc.weight"));
+    press(&mut view, "\x1b4");
+    assert_shows(&view, FULL, "▾ first at 2^-24, FP16's smallest: wte.weight, h.3.mlp.c_fc.weight");
     // A resume from before all this forgets it.
     view.receive(started(Started { resumed_from: Some(1700), ..Started::default() }));
     assert!(view.scene.run().tensors.underflow_onsets.is_empty());
     press(&mut view, "3v");
     insta::assert_snapshot!("layers_unmeasured_80x24", folded(&picture(&view, COMPACT)));
-    let hint = "no variance was recorded: enable it with `--set telemetry.variance_every=20`";
-    assert!(picture(&view, FULL).contains(hint), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "no variance was recorded: enable it with `--set telemetry.variance_every=20`");
 }
 
 #[test]
@@ -262,11 +273,10 @@ fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
         let overflow = Overflow { step, first_nonfinite: Some(origin), ..Overflow::default() };
         view.receive(record(Event::Overflow(overflow)));
     }
-    let list = picture(&view, FULL);
-    assert!(list.contains("  ← h.3.mlp.c_fc") && list.contains("  → h.0.attn"), "{list}");
+    assert_shows(&view, FULL, "  ← h.3.mlp.c_fc");
+    assert_shows(&view, FULL, "  → h.0.attn");
     press(&mut view, "4");
-    let events = picture(&view, (200, 36));
-    assert!(events.contains(", backward at h.3.mlp.c_fc (output): "), "{events}");
+    assert_shows(&view, (200, 36), ", backward at h.3.mlp.c_fc (output): ");
 }
 
 #[test]
@@ -276,9 +286,8 @@ fn the_waits_of_processes_are_an_event() {
     let processes = vec![rate("process 0", 0.25), rate("process 1", 0.5)];
     view.receive(record(Event::Throughput(Throughput { step: 1801, processes, stragglers: Vec::new() })));
     press(&mut view, "4");
-    let events = picture(&view, (200, 36));
     let each = "processes process 0: 1500 tokens/s, 25 % waiting; process 1: 1500 tokens/s, 50 % waiting";
-    assert!(events.contains(each), "{events}");
+    assert_shows(&view, (200, 36), each);
 }
 
 #[test]
@@ -402,7 +411,7 @@ fn keys_become_commands_and_answers_clear_their_notice() {
 fn a_watcher_sends_no_commands_and_quits_at_once() {
     let mut view = after(Invented::default(), 50);
     view.scene.mode = DashboardMode::Watching;
-    let footer = |view: &App| picture(view, COMPACT).lines().last().unwrap().to_owned();
+    let footer = |view: &App| footer(view, COMPACT);
     let usual = footer(&view);
     for command in [" ", "s", "e", "g", "p"] {
         assert_eq!(press(&mut view, command), []);
@@ -419,7 +428,7 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
 
 #[test]
 fn a_watcher_is_offered_only_what_works() {
-    let footer = |view: &App| picture(view, FULL).lines().last().unwrap().to_owned();
+    let footer = |view: &App| footer(view, FULL);
     let mut watching = running();
     watching.scene.mode = DashboardMode::Watching;
     let offered = footer(&watching);
@@ -476,8 +485,7 @@ fn quitting_asks_and_follows_the_answer() {
     assert_eq!(press(&mut view, "y"), [Command::Stop { save: false }]);
 
     let mut view = running();
-    press(&mut view, "q");
-    key(&mut view, KeyCode::Esc);
+    press(&mut view, "q\x1b");
     assert_eq!((view.dialog, view.exit), (None, None));
     assert_eq!(press(&mut view, "qs"), [Command::Stop { save: true }]);
     assert_eq!(view.exit, None, "the screen stays until training has saved");
@@ -492,7 +500,7 @@ fn control_c_saves_then_ends_everything() {
     press(&mut view, "q");
     assert_eq!(ctrl_c(&mut view), Some(Command::Interrupt));
     assert_eq!((view.dialog, view.exit), (None, None));
-    let footer = picture(&view, COMPACT).lines().last().unwrap().to_owned();
+    let footer = footer(&view, COMPACT);
     assert!(footer.starts_with(" saving, then stopping; Ctrl-C again stops without saving"), "{footer}");
     assert_eq!(ctrl_c(&mut view), None, "rapid presses do not abort");
     view.uptime += 2000;
@@ -532,7 +540,7 @@ fn names_are_readable_at_60_columns_and_paths_are_short() {
     press(&mut view, "4");
     for (size, shortened) in [(COMPACT, "wte.weight, h.0.a…n.weight│"), ((60, 20), "FP16's smallest: wt…ght│")]
     {
-        assert!(picture(&view, size).contains(shortened), "{}", picture(&view, size));
+        assert_shows(&view, size, shortened);
     }
 }
 
@@ -587,7 +595,7 @@ fn a_filter_is_typed_kept_and_dropped() {
     press(&mut view, "3/mlpq");
     assert_eq!((view.scene.tensors.list.filter.as_str(), view.exit), ("mlpq", None), "keys are letters while typing");
     key(&mut view, KeyCode::Backspace);
-    key(&mut view, KeyCode::Enter);
+    press(&mut view, "\n");
     assert!(tensors(&view).iter().all(|row| row.name.contains("mlp")) && tensors(&view).len() == 6);
     key(&mut view, KeyCode::Esc);
     assert_eq!(tensors(&view).len(), 16);

@@ -27,8 +27,7 @@ fn a_key_with_control_or_alt_answers_nothing_and_types_nothing() {
         assert_eq!(['s', 'd', 'D'].map(|c| with(&mut view, modifiers, c)), [None; 3]);
     }
     assert_eq!((view.dialog, view.exit), (Some(Dialog::Quit), None));
-    key(&mut view, KeyCode::Esc);
-    press(&mut view, "4/mlp");
+    press(&mut view, "\x1b4/mlp");
     with(&mut view, KeyModifiers::ALT, 'u');
     assert_eq!(view.list().unwrap().filter, "mlp");
     with(&mut view, KeyModifiers::CONTROL, 'u');
@@ -64,8 +63,7 @@ fn the_note_on_loss_scales_fits() {
     let mut view = after(Invented::default(), 900);
     press(&mut view, "2");
     let (step, ..) = view.scene.run().grads.as_ref().unwrap();
-    let shown = picture(&view, COMPACT);
-    assert!(shown.contains(&format!("of the gradients that FP16 kept at step {step} ")), "{shown}");
+    assert_shows(&view, COMPACT, &format!("of the gradients that FP16 kept at step {step} "));
 }
 
 /// Before the first probe, the table is of the gradients themselves: at the current scale, the shares of its row are theirs.
@@ -110,10 +108,10 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
     assert!(run.overflows.iter().any(|row| row.step < 1000) && run.overflows.iter().all(|row| row.step <= 1000));
     let (best, at) = run.best_validation().unwrap();
     assert!(at <= 1000 && best.is_finite());
-    assert!(picture(&view, FULL).contains(&format!("(best {best:.3} @ {at})")), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, &format!("(best {best:.3} @ {at})"));
     let reason = telemetry::FinishReason::EarlyStopped;
     view.receive(record(Event::Finished(telemetry::Finished { reason, step: 1001, ..Default::default() })));
-    assert!(picture(&view, FULL).contains("ETA --:--:--"), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "ETA --:--:--");
 }
 
 #[test]
@@ -164,7 +162,7 @@ fn item_14_one_column_below_78_and_charts_at_any_height() {
 fn a_tiny_terminal_shows_every_question() {
     let mut view = running();
     press(&mut view, "q");
-    assert!(picture(&view, (30, 4)).contains("D discard"));
+    assert_shows(&view, (30, 4), "D discard");
     press(&mut view, "D");
     assert_eq!(picture(&view, (30, 4)).trim_end(), "y stop without saving\nEsc back");
 }
@@ -238,7 +236,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
     for steps in [1000, 300, 100] {
         press(&mut view, "n");
         assert!(axis(&view).contains(&format!(" {} ", last - steps)), "{steps}: {}", axis(&view));
-        assert!(picture(&view, FULL).contains(&format!("Loss last {steps}")));
+        assert_shows(&view, FULL, &format!("Loss last {steps}"));
     }
     insta::assert_snapshot!("last_100_120x36", changed_rows(&picture(&running(), FULL), &picture(&view, FULL)));
     press(&mut view, "n");
@@ -247,7 +245,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         assert!(picture(&view, FULL).contains(window), "{window}\n{}", picture(&view, FULL));
         press(&mut view, "w");
     }
-    assert!(picture(&view, FULL).contains("smoothed 20"));
+    assert_shows(&view, FULL, "smoothed 20");
     for (chosen, title, figure) in [
         (None, "Loss scale (log2)", "2^15│"),
         (Some(0), "Learning rate", "e-5│"),
@@ -297,9 +295,7 @@ fn labels_of_nearly_equal_losses_differ() {
 #[test]
 fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     let mut view = running();
-    press(&mut view, "4/overflow");
-    key(&mut view, KeyCode::Enter);
-    key(&mut view, KeyCode::Enter);
+    press(&mut view, "4/overflow\n\n");
     insta::assert_snapshot!("event_detail_120x36", folded(&picture(&view, FULL)));
     key(&mut view, KeyCode::PageDown);
     assert_eq!(view.events.open.as_ref().unwrap().1.get(), 10, "a page, not a line");
@@ -311,16 +307,14 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     let text = "漢".repeat(100) + "字";
     view.receive(record(Event::Sample(SampleText { step: 1801, prompt, text })));
     key(&mut view, KeyCode::Enter);
-    assert!(picture(&view, FULL).contains('字'), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "字");
 }
 
 #[test]
 fn scrolling_ends_with_the_last_line() {
     for keys in ["4/overflow\n\n", "?"] {
         let mut view = running();
-        for c in keys.chars() {
-            key(&mut view, if c == '\n' { KeyCode::Enter } else { KeyCode::Char(c) });
-        }
+        press(&mut view, keys);
         let after = |view: &mut App, code, times| {
             for _ in 0..times {
                 key(view, code);
@@ -340,9 +334,7 @@ fn scrolling_ends_with_the_last_line() {
 fn a_filter_is_typed_only_for_a_list_that_is_shown() {
     for keys in ["3v/q", "3\n/q", "4\n/q"] {
         let mut view = running();
-        for c in keys.chars() {
-            key(&mut view, if c == '\n' { KeyCode::Enter } else { KeyCode::Char(c) });
-        }
+        press(&mut view, keys);
         assert_eq!(view.dialog, Some(Dialog::Quit), "{keys:?}");
     }
 }
@@ -356,24 +348,22 @@ fn a_replay_that_starts_over_shows_its_first_rows() {
     let prompt = "again".into();
     let text = String::new();
     view.receive(record(Event::Sample(SampleText { step: 1, prompt, text })));
-    assert!(picture(&view, FULL).contains("again"), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "again");
 }
 
 #[test]
 fn item_15_themes_change_colours_and_nothing_else() {
     let mut view = running();
     let dark = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
-    let before = picture(&view, FULL);
-    press(&mut view, "t");
-    let light = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
-    assert_eq!(text(&light), before);
+    let mut next = || {
+        press(&mut view, "t");
+        buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL)
+    };
+    let [light, contrast] = [next(), next()];
+    assert_eq!([text(&light), text(&contrast)], [(); 2].map(|()| text(&dark)));
     assert_ne!(light, dark);
-    press(&mut view, "t");
-    let contrast = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
-    let black = ratatui::style::Color::Rgb(0, 0, 0);
-    assert!(text(&contrast) == before && contrast.content.iter().all(|cell| cell.bg == black));
-    press(&mut view, "t");
-    assert_eq!(buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL), dark);
+    assert!(contrast.content.iter().all(|cell| cell.bg == ratatui::style::Color::Rgb(0, 0, 0)));
+    assert_eq!(next(), dark);
 }
 
 #[test]
@@ -404,11 +394,8 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
         let line = shown.lines().position(|line| line.contains("│") && line.contains("scale 2^14→2^15")).unwrap();
         click(&mut view, size, 5, line as u16);
         click(&mut view, size, 5, line as u16);
-        assert!(
-            view.events.open.is_some() && picture(&view, size).contains("scale 2^14→2^15"),
-            "{}",
-            picture(&view, size)
-        );
+        assert!(view.events.open.is_some());
+        assert_shows(&view, size, "scale 2^14→2^15");
     }
     // A click never sends a command.
     let mut view = running();
@@ -437,15 +424,15 @@ fn item_15_a_replay_pauses_and_seeks() {
         assert!(at(&view).abs_diff(expected) <= 2, "{key}: {} is not {expected}", at(&view));
         assert!(view.scene.run().curves.loss.whole().buckets().last().unwrap().last_step <= expected + 2);
     }
-    assert!(picture(&view, FULL).contains("‖ replay ×1"));
+    assert_shows(&view, FULL, "‖ replay ×1");
     press(&mut view, " ++-");
     let playback = view.scene.playback.unwrap();
     assert_eq!((playback.paused, playback.speed), (false, 2.0));
-    let footer = picture(&view, (250, 36)).lines().last().unwrap().to_owned();
+    let footer = footer(&view, (250, 36));
     assert!(footer.contains("[ ]  seek") && footer.contains("space  pause"), "{footer}");
     assert!(!picture(&running(), (250, 36)).contains("[ ]  seek"));
     press(&mut view, "?");
-    assert!(picture(&view, FULL).contains("space  pause or continue the replay"), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, "space  pause or continue the replay");
 }
 
 #[test]
@@ -497,7 +484,7 @@ fn the_precision_tab_shows_the_updates_that_reach_the_weights() {
     let line =
         format!("3.1% of step {at}'s updates reach the FP16 weights; the masters keep the rest (0.250 ULP apart)");
     for size in [FULL, COMPACT] {
-        assert!(picture(&view, size).contains(&line[..70]), "{}", picture(&view, size));
+        assert_shows(&view, size, &line[..70]);
     }
 }
 
@@ -506,10 +493,10 @@ fn the_largest_scale_without_an_overflow_is_that_of_the_format() {
     let mut view = running();
     let highest = view.scene.run().probe_histogram().unwrap().highest().unwrap();
     press(&mut view, "2");
-    assert!(picture(&view, FULL).contains("● largest without overflow"));
+    assert_shows(&view, FULL, "● largest without overflow");
     view.scene.live.started.as_mut().unwrap().policy = "p=f32,c=bf16,g=bf16,r=f32".into();
     let best = (127 - highest).min(127);
-    assert!(picture(&view, FULL).contains(&format!("largest without overflow 2^{best}, ")), "{}", picture(&view, FULL));
+    assert_shows(&view, FULL, &format!("largest without overflow 2^{best}, "));
 }
 
 #[test]

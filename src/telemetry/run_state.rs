@@ -156,7 +156,7 @@ impl RunState {
         self.last_s = s;
         self.tally.figures.seconds = s;
         let step = event.step().unwrap_or(self.step.step);
-        if let Some(row) = EventRow::of(t, s, step, &event) {
+        if let Some(row) = EventRow::of(s, step, &event) {
             keep(&mut self.events, row, EVENTS);
         }
         match event {
@@ -304,11 +304,6 @@ impl RunState {
         &self.tally.probed
     }
 
-    /// The last validation loss.
-    pub fn last_validation(&self) -> Option<f64> {
-        self.tally.figures.validation.map(|(last, _)| last)
-    }
-
     /// The lowest validation loss and its step.
     pub fn best_validation(&self) -> Option<(f64, u64)> {
         self.tally.best_validation
@@ -317,11 +312,6 @@ impl RunState {
     /// The loss smoothed over one of the windows of [`SMOOTHING`]; `None` before the first step.
     pub fn smoothed_loss(&self, window: usize) -> Option<f64> {
         self.tally.smoothed(window)
-    }
-
-    /// The largest reported resident memory, in bytes.
-    pub fn peak_rss(&self) -> u64 {
-        self.tally.figures.peak_rss.unwrap_or(0)
     }
 
     /// The reason for the end; `None` if it runs, or its log ends without a `Finished` event.
@@ -505,7 +495,6 @@ mod tests {
     fn a_resumed_run_keeps_the_best_validation_of_what_still_counts() {
         let state = fold(resumed());
         assert_eq!(state.best_validation(), Some((3.0, 10)));
-        assert_eq!(state.last_validation(), Some(3.1));
         let figures = state.figures();
         assert_eq!(figures.validation, Some((3.1, 3.0)));
         // Steps 10 to 20 without the skipped one.

@@ -120,7 +120,7 @@ impl App {
             ("time", format::clock(run.last_s.max(finished.seconds))),
             ("loss", format::loss(f64::from(finished.loss))),
         ];
-        if let Some(loss) = finished.val_loss.or(run.last_validation()) {
+        if let Some(loss) = finished.val_loss.or(run.figures().validation.map(|(last, _)| last)) {
             let best = run.best_validation().map(|(best, at)| format!(", best {} at step {at}", format::loss(best)));
             lines.push(("val loss", format::loss(loss) + &best.unwrap_or_default()));
         }

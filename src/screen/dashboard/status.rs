@@ -86,7 +86,7 @@ fn learning(scene: &Scene, run: &RunState, wide: bool, narrow: bool) -> Vec<(Str
     if wide && let Some(smoothed) = run.smoothed_loss(scene.charts.window(run)) {
         items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
     }
-    if let Some(last) = run.last_validation() {
+    if let Some((last, _)) = run.figures().validation {
         let best = run.best_validation().filter(|_| wide);
         let best = best.map(|(loss, at)| format!(" (best {} @ {at})", format::loss(loss))).unwrap_or_default();
         items.push((format!("val {}{best}", format::loss(last)), Role::Text));
@@ -121,7 +121,8 @@ fn cost(scene: &Scene, run: &RunState, wide: bool) -> Vec<(String, Role)> {
         items.push((gpu_figures(&gpu, wide), Role::Text));
     }
     if let Some(rss) = step.rss_bytes {
-        let peak = if roomy { format!(" (peak {})", format::bytes(run.peak_rss())) } else { String::new() };
+        let peak = run.figures().peak_rss.filter(|_| roomy);
+        let peak = peak.map(|peak| format!(" (peak {})", format::bytes(peak))).unwrap_or_default();
         items.push((format!("mem {}{peak}", format::bytes(rss)), Role::Text));
     }
     match &run.saved {

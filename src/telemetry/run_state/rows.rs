@@ -13,8 +13,6 @@ const NAMED: usize = 16;
 /// An event with its time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventRow {
-    /// Wall clock, milliseconds since 1970-01-01 UTC.
-    pub t: u64,
     /// Run-relative seconds.
     pub s: f64,
     /// The step it belongs to.
@@ -27,7 +25,7 @@ pub struct EventRow {
 
 impl EventRow {
     /// An event worth listing; `None` for phases, figures of layers, and steps whose scale neither grew nor was lowered.
-    pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
+    pub(super) fn of(s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {
             Event::GradVariance(_) | Event::GradMax(_) | Event::Phase { .. } => return None,
@@ -54,7 +52,7 @@ impl EventRow {
             }
             other => other.clone(),
         };
-        Some(Self { t, s, step, event, more })
+        Some(Self { s, step, event, more })
     }
 }
 

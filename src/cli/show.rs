@@ -73,7 +73,7 @@ pub(crate) fn show(
                 std::process::exit(130);
             }
         }
-        DisplayMode::Progress => source.follow(&mut StatusLine::new(stderr(), args.scheme.theme().ascii())),
+        DisplayMode::Progress => source.follow(&mut StatusLine::new(stderr(), args.scheme.theme().ascii)),
         DisplayMode::Plain => source.follow(&mut PlainPrinter::new(stdout(), log_every)),
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         let Some(file) = file else { continue };
         let output = output_file(flag, file, &logs)?;
         let _reporter = Reporter::of("reading the log");
-        let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme(), format)?;
+        let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme, format)?;
         return output.write(&picture);
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {

@@ -12,7 +12,7 @@ use ratatui::widgets::{Block, Clear, Widget};
 pub(crate) struct Canvas<'a> {
     buffer: &'a mut Buffer,
     area: Rect,
-    theme: Theme,
+    pub(crate) theme: Theme,
 }
 
 impl<'a> Canvas<'a> {
@@ -28,10 +28,6 @@ impl<'a> Canvas<'a> {
 
     pub(crate) fn height(&self) -> u16 {
         self.area.height
-    }
-
-    pub(crate) fn theme(&self) -> Theme {
-        self.theme
     }
 
     pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Canvas<'_> {

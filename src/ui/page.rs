@@ -138,7 +138,7 @@ impl Page {
 
     /// Shows the lines on a screen, starting at row `y`.
     pub(crate) fn show(self, canvas: &mut Canvas, y: u16) {
-        let ascii = canvas.theme().ascii();
+        let ascii = canvas.theme.ascii;
         let cut = if ascii { to_ascii('…') } else { '…' };
         let page = if ascii { self.ascii() } else { self };
         for (y, line) in (y..canvas.height()).zip(&page.lines) {

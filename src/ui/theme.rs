@@ -119,8 +119,10 @@ fn unknown_scheme(_: &str) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
-    scheme: ColorScheme,
-    ascii: bool,
+    /// The look.
+    pub(crate) scheme: ColorScheme,
+    /// Whether to replace non-ASCII characters.
+    pub(crate) ascii: bool,
 }
 
 impl Theme {
@@ -140,21 +142,6 @@ impl Theme {
     #[cfg(test)]
     pub(crate) const fn of(palette: Palette, ascii: bool) -> Self {
         Self { palette, scheme: ColorScheme::Dark, ascii }
-    }
-
-    /// Whether to replace non-ASCII characters.
-    pub(crate) fn ascii(self) -> bool {
-        self.ascii
-    }
-
-    /// The theme's look.
-    pub(crate) fn scheme(self) -> ColorScheme {
-        self.scheme
-    }
-
-    /// The theme with another look.
-    pub(crate) fn on(self, scheme: ColorScheme) -> Self {
-        Self { scheme, ..self }
     }
 
     /// The style of the whole screen: the terminal's own, unless the theme sets the background.
@@ -282,7 +269,7 @@ mod tests {
     #[test]
     fn monochrome_has_no_colour_at_all() {
         for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
-            let theme = Theme::of(Palette::Monochrome, false).on(scheme);
+            let theme = Theme { scheme, ..Theme::of(Palette::Monochrome, false) };
             for role in ROLES {
                 let style = theme.style(role);
                 assert_eq!((style.fg, style.bg), (None, None), "{role:?}");

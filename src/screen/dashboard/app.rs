@@ -392,8 +392,8 @@ impl App {
     }
 
     /// Draws the dashboard over the whole buffer.
-    pub(crate) fn draw(&self, theme: Theme, buffer: &mut Buffer) {
-        let theme = self.scheme.map_or(theme, |scheme| theme.on(scheme));
+    pub(crate) fn draw(&self, mut theme: Theme, buffer: &mut Buffer) {
+        theme.scheme = self.scheme.unwrap_or(theme.scheme);
         let area = buffer.area;
         let Areas { header, body, status, footer } = Areas::of(area);
         match Size::of(area) {
@@ -427,7 +427,7 @@ impl App {
                 cell.bg = if cell.bg == Color::Reset { paper } else { cell.bg };
             }
         }
-        if theme.ascii() {
+        if theme.ascii {
             for cell in &mut buffer.content {
                 // A cell has a character and the ones that combine with it.
                 let first = cell.symbol().chars().next().unwrap_or(' ');

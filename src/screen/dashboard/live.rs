@@ -43,7 +43,7 @@ impl App {
     ) -> Result<Exit> {
         let ending = ShutdownFlag::listen().map_err(Error::io("watch for signals on", "terminal"))?;
         let screen = Screen::enter(writer, mouse, &ending).map_err(Error::io("take over", "terminal"))?;
-        self.first_look = theme.scheme();
+        self.first_look = theme.scheme;
         let began = Instant::now();
         let mut live = Live { app: self, screen, commands, ending, theme, began, drawn: None, changed: true };
         let driven = catch_unwind(AssertUnwindSafe(|| drive(source, &mut live)));

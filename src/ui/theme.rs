@@ -7,6 +7,7 @@ use strum::EnumString;
 
 /// The role of a piece of a frame, which determines its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(test, derive(strum::EnumIter))]
 pub(crate) enum Role {
     /// Numbers and text.
     Text,
@@ -239,38 +240,18 @@ const HIGH_CONTRAST: Inks = Inks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use strum::IntoEnumIterator;
 
-    const ROLES: [Role; 23] = [
-        Role::Text,
-        Role::Dim,
-        Role::Title,
-        Role::Train,
-        Role::Smooth,
-        Role::Validation,
-        Role::Overflow,
-        Role::Subnormal,
-        Role::Good,
-        Role::Warn,
-        Role::Bad,
-        Role::Sign,
-        Role::Exponent,
-        Role::Mantissa,
-        Role::Series(0),
-        Role::Series(1),
-        Role::Series(2),
-        Role::Series(3),
-        Role::Selected,
-        Role::SelectedTitle,
-        Role::Other(0),
-        Role::Other(1),
-        Role::Other(2),
-    ];
+    /// Every role, with the indices that have different colours.
+    fn roles() -> impl Iterator<Item = Role> {
+        Role::iter().chain([1, 2, 3].map(Role::Series)).chain([1, 2].map(Role::Other))
+    }
 
     #[test]
     fn monochrome_has_no_colour_at_all() {
         for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
             let theme = Theme { scheme, ..Theme::of(Palette::Monochrome, false) };
-            for role in ROLES {
+            for role in roles() {
                 let style = theme.style(role);
                 assert_eq!((style.fg, style.bg), (None, None), "{role:?}");
             }
@@ -289,7 +270,7 @@ mod tests {
             0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
         };
         for (scheme, least) in [(ColorScheme::Dark, 4.5), (ColorScheme::Light, 4.5), (ColorScheme::HighContrast, 7.0)] {
-            for role in ROLES {
+            for role in roles() {
                 let Some(Color::Rgb(r, g, b)) = Theme::truecolor(scheme).style(role).fg else { continue };
                 let ink = luminance((r, g, b));
                 let paper = luminance(scheme.page().1);

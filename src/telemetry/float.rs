@@ -5,7 +5,7 @@
 //! `#[serde(with = "float::list")]` for a `Vec<f32>`.
 
 use serde::de::{Deserializer, Error, Unexpected, Visitor};
-use serde::ser::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 use std::fmt::Formatter;
 
 pub(crate) fn serialize<T: Copy + Into<f64> + Serialize, S: Serializer>(
@@ -69,13 +69,15 @@ impl Visitor<'_> for FloatVisitor {
     }
 }
 
+/// A number within another value.
+#[derive(Serialize, Deserialize)]
+#[serde(transparent, bound(serialize = "T: Copy + Into<f64> + Serialize", deserialize = "T: FromF64"))]
+struct Float<T>(#[serde(with = "self")] T);
+
 /// A number that may be missing: `null`.
 pub(crate) mod optional {
+    use super::Float;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[derive(Serialize, Deserialize)]
-    #[serde(transparent)]
-    struct Float(#[serde(with = "super")] f64);
 
     #[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
     pub(crate) fn serialize<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -83,22 +85,19 @@ pub(crate) mod optional {
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
-        Ok(Option::<Float>::deserialize(deserializer)?.map(|Float(value)| value))
+        Ok(Option::<Float<f64>>::deserialize(deserializer)?.map(|Float(value)| value))
     }
 }
 
 pub(crate) mod list {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[derive(Serialize, Deserialize)]
-    #[serde(transparent)]
-    struct Float(#[serde(with = "super")] f32);
+    use super::Float;
+    use serde::{Deserialize, Deserializer, Serializer};
 
     pub(crate) fn serialize<S: Serializer>(values: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(values.iter().copied().map(Float))
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f32>, D::Error> {
-        Ok(Vec::<Float>::deserialize(deserializer)?.into_iter().map(|Float(value)| value).collect())
+        Ok(Vec::<Float<f32>>::deserialize(deserializer)?.into_iter().map(|Float(value)| value).collect())
     }
 }

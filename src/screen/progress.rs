@@ -164,25 +164,26 @@ mod tests {
         ScreenMessage::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
     }
 
-    fn output(events: Vec<Event>) -> String {
+    fn output(ascii: bool, write: impl FnOnce(&mut StatusLine<&mut Vec<u8>>)) -> String {
         let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out, false);
-        for (at, event) in events.into_iter().enumerate() {
-            progress.show(message(at as f64, event)).unwrap();
-        }
-        drop(progress);
+        write(&mut StatusLine::new(&mut out, ascii));
         String::from_utf8(out).unwrap()
     }
 
-    fn step(step: u64) -> Event {
-        Event::Step(Box::new(StepRecord { step, loss: 2.5, loss_scale: 32768.0, ..Default::default() }))
+    fn started(total_steps: u64) -> ScreenMessage {
+        message(0.0, Event::Started(Box::new(Started { total_steps, ..Default::default() })))
+    }
+
+    fn step(step: u64) -> ScreenMessage {
+        let record = StepRecord { step, loss: 2.5, loss_scale: 32768.0, ..Default::default() };
+        message(1.0, Event::Step(Box::new(record)))
     }
 
     #[test]
     fn the_line_is_rewritten_and_events_are_above_it() {
-        let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
-        let saved = Event::CheckpointSaved(CheckpointSaved { step: 1, ..Default::default() });
-        let text = output(vec![started, step(1), saved, step(4)]);
+        let saved = message(1.0, Event::CheckpointSaved(CheckpointSaved { step: 1, ..Default::default() }));
+        let messages = [started(4), step(1), saved, step(4)];
+        let text = output(false, |progress| messages.into_iter().for_each(|one| progress.show(one).unwrap()));
         let [first, erased, last, end] = text.split("\x1b[K").collect::<Vec<_>>()[..] else { panic!("{text:?}") };
         assert!(first.starts_with('\r') && first.contains("25.0% step 1/4 ETA --:--:--"), "{text:?}");
         assert_eq!(erased, "\r");
@@ -193,29 +194,24 @@ mod tests {
 
     #[test]
     fn n3_a_slow_step_is_seen_to_run() {
-        let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out, false);
-        let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
-        progress.show(message(0.0, started)).unwrap();
-        progress.wait().unwrap();
-        progress.since = progress.since.unwrap().checked_sub(PhaseLines::FIRST);
-        progress.wait().unwrap();
-        progress.show(message(1.0, step(1))).unwrap();
-        progress.wait().unwrap();
-        drop(progress);
-        let text = String::from_utf8(out).unwrap();
+        let text = output(false, |progress| {
+            progress.show(started(4)).unwrap();
+            progress.wait().unwrap();
+            progress.since = progress.since.unwrap().checked_sub(PhaseLines::FIRST);
+            progress.wait().unwrap();
+            progress.show(step(1)).unwrap();
+            progress.wait().unwrap();
+        });
         assert!(text.contains("step 0/4 (+") && text.matches("(+").count() == 1, "{text:?}");
     }
 
     #[test]
     fn a_step_of_any_length_keeps_its_line() {
-        let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out, false);
-        progress.status.1 = "figures ".repeat(100);
-        progress.since = Instant::now().checked_sub(Duration::from_secs(2000));
-        progress.wait().unwrap();
-        drop(progress);
-        let text = String::from_utf8(out).unwrap();
+        let text = output(false, |progress| {
+            progress.status.1 = "figures ".repeat(100);
+            progress.since = Instant::now().checked_sub(Duration::from_secs(2000));
+            progress.wait().unwrap();
+        });
         assert!(text.contains(" (+2000.") && text.trim_end().len() <= width() + "\r\x1b[K".len(), "{text:?}");
     }
 
@@ -228,29 +224,27 @@ mod tests {
 
     #[test]
     fn a_narrow_terminal_gets_a_shorter_line() {
-        let mut progress = StatusLine::new(io::sink(), false);
-        let started = Started { total_steps: 10, ..Started::default() };
-        progress.show(message(0.0, Event::Started(Box::new(started)))).unwrap();
-        progress.show(message(1.0, step(5))).unwrap();
-        for width in 0..200 {
-            let line = progress.line(width);
-            assert!(line.chars().count() <= width, "{width}: {line}");
-        }
-        progress.run = RunState::default();
-        progress.status = progress.figures();
-        assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
+        output(false, |progress| {
+            progress.show(started(10)).unwrap();
+            progress.show(step(5)).unwrap();
+            for width in 0..200 {
+                let line = progress.line(width);
+                assert!(line.chars().count() <= width, "{width}: {line}");
+            }
+            progress.run = RunState::default();
+            progress.status = progress.figures();
+            assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
+        });
     }
 
     #[test]
     fn a_status_line_in_ascii() {
-        let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out, true);
-        progress.phase("saving").unwrap();
-        let sample = SampleText { step: 1, prompt: "né".into(), text: " →".into() };
-        progress.show(message(0.0, Event::Sample(sample))).unwrap();
-        progress.show(message(1.0, step(1))).unwrap();
-        drop(progress);
-        let text = String::from_utf8(out).unwrap();
+        let text = output(true, |progress| {
+            progress.phase("saving").unwrap();
+            let sample = SampleText { step: 1, prompt: "né".into(), text: " →".into() };
+            progress.show(message(0.0, Event::Sample(sample))).unwrap();
+            progress.show(step(1)).unwrap();
+        });
         assert!(text.is_ascii() && text.contains("saving...") && text.contains("text=\"n? >\""), "{text:?}");
         assert!(text.contains("\r----"), "{text:?}");
     }

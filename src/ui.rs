@@ -15,7 +15,7 @@ mod theme;
 pub(crate) use ascii::to_ascii;
 pub(crate) use canvas::Canvas;
 #[cfg(test)]
-pub(crate) use canvas::folded;
+pub(crate) use canvas::{folded, text_of};
 pub(crate) use page::{Column, Line, Page, column_cell, plain};
 #[cfg(test)]
 pub(crate) use palette::Palette;

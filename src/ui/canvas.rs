@@ -104,6 +104,14 @@ impl<'a> Canvas<'a> {
     }
 }
 
+/// A frame's rows without trailing blanks.
+#[cfg(test)]
+pub(crate) fn text_of(frame: &Buffer) -> String {
+    let rows = frame.content.chunks(usize::from(frame.area.width).max(1));
+    let text = |row: &[ratatui::buffer::Cell]| row.iter().map(ratatui::buffer::Cell::symbol).collect::<String>();
+    rows.map(|row| text(row).trim_end().to_owned()).collect::<Vec<_>>().join("\n")
+}
+
 /// A frame to store in a snapshot: equal rows that follow each other are one row with their number.
 #[cfg(test)]
 pub(crate) fn folded(picture: &str) -> String {

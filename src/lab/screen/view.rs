@@ -164,14 +164,14 @@ fn key_line(written: &str, help: &str) -> Line {
 }
 
 #[cfg(test)]
-pub(super) use tests::text_of as picture;
+pub(super) use tests::picture;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::lab::Bits;
     use crate::lab::screen::{Adjust, Field};
-    use crate::ui::{Palette, folded};
+    use crate::ui::{Palette, folded, text_of};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::buffer::Buffer;
@@ -180,20 +180,14 @@ mod tests {
 
     const MONOCHROME: Theme = Theme::of(Palette::Monochrome, false);
 
-    fn picture(state: &mut LabState, theme: Theme, width: u16, height: u16) -> Buffer {
+    fn buffer(state: &mut LabState, theme: Theme, width: u16, height: u16) -> Buffer {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| draw(state, theme, frame)).unwrap();
         terminal.backend().buffer().clone()
     }
 
-    fn text(buffer: &Buffer) -> String {
-        let rows = buffer.content.chunks(usize::from(buffer.area.width));
-        let row = |row: &[ratatui::buffer::Cell]| row.iter().map(ratatui::buffer::Cell::symbol).collect::<String>();
-        rows.map(|cells| row(cells).trim_end().to_owned() + "\n").collect()
-    }
-
-    pub(in crate::lab::screen) fn text_of(state: &mut LabState, theme: Theme, width: u16, height: u16) -> String {
-        text(&picture(state, theme, width, height))
+    pub(in crate::lab::screen) fn picture(state: &mut LabState, theme: Theme, width: u16, height: u16) -> String {
+        text_of(&buffer(state, theme, width, height))
     }
 
     fn state() -> LabState {
@@ -213,10 +207,10 @@ mod tests {
     fn the_help_and_the_line_of_a_typed_value() {
         let mut state = state();
         state.help = true;
-        insta::assert_snapshot!("screen_help", folded(&text(&picture(&mut state, MONOCHROME, 80, 24))));
+        insta::assert_snapshot!("screen_help", folded(&picture(&mut state, MONOCHROME, 80, 24)));
         state.help = false;
         assert!(state.press(KeyEvent::from(KeyCode::Enter)).is_continue());
-        let last = text(&picture(&mut state, MONOCHROME, 80, 24)).lines().last().unwrap().to_owned();
+        let last = picture(&mut state, MONOCHROME, 80, 24).lines().last().unwrap().to_owned();
         assert_eq!(last, " type value = 1e-8   Enter  Esc  Ctrl-U");
     }
 
@@ -231,7 +225,7 @@ mod tests {
     /// Regression: nothing showed that the screen cut a line.
     #[test]
     fn a_cut_line_ends_with_an_ellipsis() {
-        let shown = text_of(&mut state(), MONOCHROME, 40, 24);
+        let shown = picture(&mut state(), MONOCHROME, 40, 24);
         let full: Vec<_> = shown.lines().filter(|line| line.chars().count() == 40).collect();
         assert!(full.len() > 5 && full.iter().all(|line| line.ends_with('…')), "{shown}");
     }
@@ -239,12 +233,12 @@ mod tests {
     #[test]
     fn colour_is_decoration_and_ascii_is_ascii() {
         let mut state = state();
-        let plain = text(&picture(&mut state, MONOCHROME, 100, 30));
+        let plain = picture(&mut state, MONOCHROME, 100, 30);
         for palette in [Palette::Ansi, Palette::Truecolor] {
-            assert_eq!(text(&picture(&mut state, Theme::of(palette, false), 100, 30)), plain);
+            assert_eq!(picture(&mut state, Theme::of(palette, false), 100, 30), plain);
         }
-        assert!(text(&picture(&mut state, Theme::of(Palette::Monochrome, true), 100, 30)).is_ascii());
-        let colours = picture(&mut state, MONOCHROME, 100, 30).content;
+        assert!(picture(&mut state, Theme::of(Palette::Monochrome, true), 100, 30).is_ascii());
+        let colours = buffer(&mut state, MONOCHROME, 100, 30).content;
         assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     }
 
@@ -252,7 +246,7 @@ mod tests {
     fn the_current_tab_is_visible() {
         let mut state = state();
         state.tab = 5;
-        assert!(text_of(&mut state, MONOCHROME, 20, 15).lines().next().unwrap().contains(" 6 memory"));
+        assert!(picture(&mut state, MONOCHROME, 20, 15).lines().next().unwrap().contains(" 6 memory"));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use crate::telemetry::{
     Overflow, Pass, ProcessRate, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, Throughput,
     UnderflowOnset, VERSION,
 };
-use crate::ui::{ColorScheme, Palette, Theme, folded, to_ascii};
+use crate::ui::{ColorScheme, Palette, Theme, folded, text_of, to_ascii};
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -84,15 +84,8 @@ fn buffer(view: &App, theme: Theme, (width, height): (u16, u16)) -> Buffer {
     buffer
 }
 
-fn text(buffer: &Buffer) -> String {
-    let rows = buffer.content.chunks(buffer.area.width.into());
-    let lines: Vec<_> =
-        rows.map(|row| row.iter().map(Cell::symbol).collect::<String>().trim_end().to_owned()).collect();
-    lines.join("\n")
-}
-
 fn picture(view: &App, size: (u16, u16)) -> String {
-    text(&buffer(view, Theme::truecolor(ColorScheme::Dark), size))
+    text_of(&buffer(view, Theme::truecolor(ColorScheme::Dark), size))
 }
 
 #[track_caller]
@@ -350,7 +343,7 @@ fn nothing_is_said_by_colour_alone() {
         view.tab = tab;
         for size in [FULL, COMPACT, (50, 8)] {
             let plain = buffer(&view, monochrome, size);
-            assert_eq!(text(&plain), picture(&view, size));
+            assert_eq!(text_of(&plain), picture(&view, size));
             assert!(plain.content.iter().all(|cell| cell.fg == ratatui::style::Color::Reset), "tab {tab}");
         }
     }
@@ -363,7 +356,7 @@ fn ascii_is_ascii() {
     for (tab, detail) in (0..5).map(|tab| (tab, None)).chain([(2, Some("wte.weight".to_owned()))]) {
         view.tab = tab;
         view.tensors.detail = detail;
-        let drawn = text(&buffer(&view, theme, FULL));
+        let drawn = text_of(&buffer(&view, theme, FULL));
         assert!(drawn.is_ascii(), "{drawn}");
         // Blank braille is a blank, which ends a line here.
         let mapped: String = picture(&view, FULL).chars().map(to_ascii).collect();

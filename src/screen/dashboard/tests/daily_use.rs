@@ -360,7 +360,7 @@ fn item_15_themes_change_colours_and_nothing_else() {
         buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL)
     };
     let [light, contrast] = [next(), next()];
-    assert_eq!([text(&light), text(&contrast)], [(); 2].map(|()| text(&dark)));
+    assert_eq!([text_of(&light), text_of(&contrast)], [(); 2].map(|()| text_of(&dark)));
     assert_ne!(light, dark);
     assert!(contrast.content.iter().all(|cell| cell.bg == ratatui::style::Color::Rgb(0, 0, 0)));
     assert_eq!(next(), dark);

@@ -310,17 +310,20 @@ mod tests {
         (folder, figures)
     }
 
+    fn append(folder: &Path, event: Event) {
+        let mut log = EventLog::open(folder.join("events.jsonl")).unwrap();
+        log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
+    }
+
     /// Logs a run of three steps; the second overflowed at 2^16.
     pub(crate) fn write_run(folder: &Path) {
-        let mut log = EventLog::open(folder.join("events.jsonl")).unwrap();
-        let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 80, ..Default::default() };
         let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
         let gpt2 = ModelSpec::named("gpt2").unwrap().resized(2, 128, 4);
         let model = ModelSpec { vocab_size: 512, max_position_embeddings: 128, ..gpt2 }.to_json("float32");
         let model_config = serde_json::from_str(&model).unwrap();
         let started = Started { config: serde_json::json!({ "scaler": scaler }), model_config, ..started };
-        append(Event::Started(Box::new(started)));
+        append(folder, Event::Started(Box::new(started)));
         for (step, loss_scale, outcome) in
             [(1, 65536.0, StepStatus::Applied), (2, 65536.0, StepStatus::Skipped), (3, 32768.0, StepStatus::Applied)]
         {
@@ -334,7 +337,7 @@ mod tests {
             let tokens = 64 * step;
             let record =
                 StepRecord { step, loss_scale, outcome, grads, rss_bytes, tokens, loss: 1.0, ..Default::default() };
-            append(Event::Step(Box::new(record)));
+            append(folder, Event::Step(Box::new(record)));
         }
     }
 
@@ -396,11 +399,9 @@ mod tests {
     #[test]
     fn variances_are_by_layer() {
         let (folder, _) = run();
-        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
         let layers = [("h.0", 2f64.powi(-20)), ("head", 2f64.powi(-30)), ("h.1", 2f64.powi(-26))];
         let layers = layers.map(|(layer, variance)| (layer.to_owned(), variance)).into();
-        let event = Event::GradVariance(GradVariance { step: 3, layers });
-        log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
+        append(folder.path(), Event::GradVariance(GradVariance { step: 3, layers }));
         let run = RunData::read(folder.path()).unwrap();
         let order: Vec<_> = run.variances.iter().map(|(layer, _)| layer.as_str()).collect();
         assert_eq!(order, ["head", "h.1", "h.0"]);
@@ -411,7 +412,6 @@ mod tests {
     #[test]
     fn probes_give_the_maxima_of_activations() {
         let (folder, _) = run();
-        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
         for (fc, stream) in [(3.0, 8.0), (5.0, 4.0)] {
             let activation = |name: &str, max_abs| ActivationMax { name: name.into(), max_abs };
             let activations = vec![
@@ -421,7 +421,7 @@ mod tests {
                 activation("h.1.mlp.c_fc", 10.0),
             ];
             let probe = Fp32Probe { step: 2, activations, ..Fp32Probe::default() };
-            log.append(&Record { v: VERSION, t: 0, s: 0.0, event: Event::Fp32Probe(Box::new(probe)) }).unwrap();
+            append(folder.path(), Event::Fp32Probe(Box::new(probe)));
         }
         let value_ranges = RunData::read(folder.path()).unwrap().value_ranges().unwrap();
         let extent = |label: &str, low, high| ValueRange { label: label.into(), low, high };

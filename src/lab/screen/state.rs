@@ -298,12 +298,7 @@ impl LabState {
 
     fn show(&mut self, tab: usize) {
         if tab != self.tab {
-            self.tab = tab;
-            self.field = 0;
-            self.scroll = 0;
-            self.stale = true;
-            self.scenario = None;
-            self.playing = false;
+            *self = Self::new(std::mem::take(&mut self.lab_tabs), tab);
         }
     }
 
@@ -317,13 +312,9 @@ impl LabState {
                 field.chosen = !value.is_empty();
                 field.value = value;
                 self.typed = None;
-                self.stale = true;
                 self.scroll = 0;
             }
-            KeyCode::Esc => {
-                self.typed = None;
-                self.stale = true;
-            }
+            KeyCode::Esc => self.typed = None,
             KeyCode::Backspace => drop(typed.pop()),
             KeyCode::Char('u') if key.modifiers.contains(KeyModifiers::CONTROL) => typed.clear(),
             KeyCode::Char(c) if (key.modifiers - KeyModifiers::SHIFT).is_empty() => typed.push(c),

@@ -126,9 +126,7 @@ impl Metric {
 
 /// Formats with at most `decimals` decimals.
 fn rounded(value: f64, decimals: usize) -> String {
-    let text = format!("{value:.decimals$}");
-    let text = text.trim_end_matches('0').trim_end_matches('.');
-    if text.is_empty() || text == "-0" { "0".into() } else { text.to_owned() }
+    format::trimmed(&format::decimals(value, decimals)).to_owned()
 }
 
 /// Three significant digits of a percentage, which may be tiny.

@@ -3,6 +3,7 @@
 use crate::precision::FloatFormat;
 use crate::settings::is_written_as_zero;
 pub(super) use crate::telemetry::float::serialize;
+use crate::ui::format::trimmed;
 
 /// Parses `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
 /// their format: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`.
@@ -114,36 +115,24 @@ fn parse_factor(factor: &str) -> Option<f64> {
 /// Every decimal digit of a value; with an exponent if it would start with more than four zeros or end with many.
 pub(super) fn exact(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
-        return plain(x);
+        return x.to_string();
     }
     // The smallest f32 has 149 decimals, the smallest f64 1074; none has more digits than decimals.
     let decimals = if f64::from(x as f32) == x { 149 } else { 1074 };
-    let trim = |digits: &str| digits.trim_end_matches('0').trim_end_matches('.').to_owned();
     if (1e-5..1e17).contains(&x.abs()) {
-        let digits = format!("{x:.decimals$}");
-        return trim(&digits);
+        return trimmed(&format!("{x:.decimals$}")).to_owned();
     }
     let digits = format!("{x:.decimals$e}");
     match digits.split_once('e') {
-        Some((mantissa, exponent)) => format!("{}e{exponent}", trim(mantissa)),
+        Some((mantissa, exponent)) => format!("{}e{exponent}", trimmed(mantissa)),
         None => digits,
-    }
-}
-
-/// Zeros, infinities and NaN by name; other values in Rust's shortest form.
-fn plain(x: f64) -> String {
-    match x {
-        _ if x.is_nan() => "NaN".into(),
-        f64::INFINITY => "inf".into(),
-        f64::NEG_INFINITY => "-inf".into(),
-        _ => format!("{x}"),
     }
 }
 
 /// `2^-24` for a power of two except small integers, else about four significant digits.
 pub(super) fn short(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
-        return plain(x);
+        return x.to_string();
     }
     let exponent = x.abs().log2();
     if exponent.fract() == 0.0 && 2f64.powf(exponent) == x.abs() && !(0.0..=10.0).contains(&exponent) {
@@ -151,8 +140,7 @@ pub(super) fn short(x: f64) -> String {
     }
     if (1e-3..1e7).contains(&x.abs()) {
         let decimals = (5 - x.abs().log10().floor() as i32).clamp(0, 8) as usize;
-        let digits = format!("{x:.decimals$}");
-        if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.').to_owned() } else { digits }
+        trimmed(&format!("{x:.decimals$}")).to_owned()
     } else {
         format!("{x:.3e}")
     }

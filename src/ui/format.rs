@@ -14,8 +14,6 @@ pub(crate) fn scale(value: f32) -> String {
 /// About three significant digits: `0.83`, `41.2`, `6.0e-8`, `NaN`.
 pub(crate) fn short(value: f64) -> String {
     match value.abs() {
-        _ if value.is_nan() => "NaN".into(),
-        f64::INFINITY => if value > 0.0 { "inf" } else { "-inf" }.into(),
         0.0 => "0".into(),
         magnitude if !(0.001..10_000.0).contains(&magnitude) => format!("{value:.1e}"),
         magnitude if magnitude < 1.0 => format!("{value:.3}"),
@@ -47,7 +45,7 @@ pub(crate) fn quantity(quantity: Quantity, value: f64) -> String {
 
 /// A loss: three decimals, `NaN` or `inf`.
 pub(crate) fn loss(value: f64) -> String {
-    if value.is_finite() { decimals(value, 3) } else { short(value) }
+    decimals(value, 3)
 }
 
 /// A number with `count` decimals; a number that they round to 0 has no sign.
@@ -57,6 +55,11 @@ pub(crate) fn decimals(value: f64, count: usize) -> String {
         Some(zero) if zero.bytes().all(|byte| byte == b'0' || byte == b'.') => zero.to_owned(),
         _ => text,
     }
+}
+
+/// A number in decimals without the zeros at their end.
+pub(crate) fn trimmed(digits: &str) -> &str {
+    if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
 }
 
 /// The number of decimals, at least `least`, in which two labels with this difference are not equal.

@@ -53,7 +53,7 @@ fn progress(run: &RunState, canvas: &mut Canvas) {
         let all = format!("{epochs:.2}");
         // A large text's few steps are far less than an epoch.
         let few = *epochs > 0.0 && *epochs < 0.995;
-        let all = if few { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
+        let all = if few { &all } else { format::trimmed(&all) };
         epoch.extend(["/", all]);
         rest = format!("  {:.1}%  ETA {eta}", share * 100.0);
     }

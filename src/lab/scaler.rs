@@ -93,6 +93,12 @@ pub(crate) struct Attempt {
     pub(crate) change: ScaleChange,
 }
 
+impl Attempt {
+    fn log2_scale(&self) -> f64 {
+        f64::from(self.scale).log2()
+    }
+}
+
 /// Maximum attempts at one batch.
 const MAX_RETRIES: usize = 300;
 
@@ -230,7 +236,7 @@ impl Trajectory {
             }
         }
         let count = |test: fn(&Attempt) -> bool| attempts.iter().filter(|attempt| test(attempt)).count();
-        let sum: f64 = attempts.iter().map(|attempt| f64::from(attempt.scale).log2()).sum();
+        let sum: f64 = attempts.iter().map(Attempt::log2_scale).sum();
         Ok(Self {
             label,
             config,

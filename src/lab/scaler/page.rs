@@ -4,7 +4,7 @@ use super::{Attempt, Mean, ScalerComparison, Trajectory};
 use crate::lab::number::short;
 use crate::precision::ScaleChange;
 use crate::ui::format::letter;
-use crate::ui::{Column, Line, Page, Role, column_cell, plain};
+use crate::ui::{Column, Line, Page, Role, column_cell, extent, plain};
 use std::iter::repeat_n;
 
 impl ScalerComparison {
@@ -17,8 +17,7 @@ impl ScalerComparison {
         for (i, trajectory) in self.trajectories.iter().enumerate() {
             trajectory.chart(&mut page, i, width, self);
         }
-        let known = self.trajectories.iter().flat_map(|t| &t.attempts).any(|attempt| attempt.largest.is_some());
-        if known {
+        if self.has_ceiling() {
             let text = format!("       █ scale  · ceiling {} / max|g|; a scale above it overflows: ✕", short(self.max));
             page.push(Line::new().dim(text));
         }
@@ -36,16 +35,20 @@ impl ScalerComparison {
         page
     }
 
-    /// The lowest and highest log2 of any scale.
+    fn attempts(&self) -> impl Iterator<Item = &Attempt> {
+        self.trajectories.iter().flat_map(|trajectory| &trajectory.attempts)
+    }
+
+    /// Whether any gradient was measured, so that its step has a ceiling of the scale.
+    fn has_ceiling(&self) -> bool {
+        self.attempts().any(|attempt| attempt.largest.is_some())
+    }
+
+    /// The range of log2 of all scales, with room for the ceiling.
     fn range(&self) -> (f64, f64) {
-        let scales = self.trajectories.iter().flat_map(|trajectory| &trajectory.attempts);
-        let (low, high) = scales.clone().fold((f64::MAX, f64::MIN), |(low, high), attempt| {
-            let log2 = f64::from(attempt.scale).log2();
-            (low.min(log2), high.max(log2))
-        });
-        // Leave room for the ceiling.
-        let room = if scales.clone().any(|attempt| attempt.largest.is_some()) { 1.0 } else { 0.0 };
-        if low > high { (0.0, 1.0) } else { (low.floor(), high.ceil().max(low.floor() + 1.0) + room) }
+        let Some((low, high)) = extent(self.attempts().map(Attempt::log2_scale)) else { return (0.0, 1.0) };
+        let room = if self.has_ceiling() { 1.0 } else { 0.0 };
+        (low.floor(), high.ceil().max(low.floor() + 1.0) + room)
     }
 
     fn table(&self, page: &mut Page) {
@@ -192,7 +195,7 @@ impl ChartColumn {
         let largest = attempts.iter().filter_map(|attempt| attempt.largest).reduce(f32::max);
         let span = attempts.first().zip(attempts.last());
         Self {
-            scale: attempts.iter().rfind(|attempt| is_shown(attempt)).map(|attempt| f64::from(attempt.scale).log2()),
+            scale: attempts.iter().rfind(|attempt| is_shown(attempt)).map(Attempt::log2_scale),
             ceiling: largest.map(|largest| (max / f64::from(largest)).log2()),
             overflows: attempts.first().is_some_and(is_shown) && attempts.iter().any(|attempt| !attempt.finite),
             at_cursor: cursor.zip(span).is_some_and(|(at, (first, last))| (first.step..=last.step).contains(&at)),

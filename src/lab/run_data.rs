@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 pub(crate) struct RunData {
     pub(crate) folder: PathBuf,
     pub(crate) started: Started,
-    sums: StepAggregates,
+    pub(crate) sums: StepAggregates,
     /// Totals over all FP32 probes.
     pub(crate) probed: ProbeTotals,
     /// The largest reported resident memory, in bytes.
@@ -41,18 +41,18 @@ struct Step {
 }
 
 #[derive(Debug, Default)]
-struct StepAggregates {
+pub(crate) struct StepAggregates {
     /// The newest steps, at most [`MAX_STEPS`].
     steps: VecDeque<Step>,
     /// The number of older steps.
     earlier: u64,
     /// The loss scale of the run's first step.
-    first_scale: Option<f32>,
+    pub(crate) first_scale: Option<f32>,
     /// The smallest and the largest gradient of all applied steps, scaled and true.
     scaled: Option<(f64, f64)>,
-    unscaled: Option<(f64, f64)>,
+    pub(crate) unscaled: Option<(f64, f64)>,
     /// The largest learning rate.
-    largest_rate: Option<f64>,
+    pub(crate) largest_rate: Option<f64>,
     /// The gradients of every applied step as stored, unscaled.
     stored: ExponentHistogram,
     /// The largest unscaled gradient that an FP32 probe found, by step.
@@ -130,10 +130,6 @@ impl RunData {
         let enabled = config.enabled && self.started.precision().needs_loss_scale();
         let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
         Some(GradScalerConfig { enabled, init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
-    }
-
-    pub(crate) fn first_scale(&self) -> Option<f32> {
-        self.sums.first_scale
     }
 
     /// A value of the run's configuration, by its JSON pointer; `None` if it is missing or has a different type.
@@ -235,20 +231,11 @@ impl RunData {
         Ok(value_ranges)
     }
 
-    /// The smallest and the largest true gradient of all applied steps, if recorded.
-    pub(crate) fn true_gradients(&self) -> Option<(f64, f64)> {
-        self.sums.unscaled
-    }
-
-    pub(crate) fn largest_rate(&self) -> Option<f64> {
-        self.sums.largest_rate
-    }
-
     /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates Adam's update.
     pub(crate) fn weight_and_update(&self) -> Result<(f64, f64)> {
         let weights = self.weights()?.filter(|weights| weights.count > 0);
         let center = weights.map_or(1.0, |weights| (weights.sum_squares / weights.count as f64).sqrt());
-        Ok((center, self.largest_rate().unwrap_or(5e-5)))
+        Ok((center, self.sums.largest_rate.unwrap_or(5e-5)))
     }
 
     /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
@@ -375,8 +362,8 @@ mod tests {
         let overflows = run.overflows();
         assert_eq!((overflows.first, &overflows.visits[..]), (2, &whole.overflows().visits[1..]));
         assert!(overflows.source.starts_with("the last 2 of 3 steps, replayed from "), "{}", overflows.source);
-        assert_eq!(run.true_gradients(), whole.true_gradients());
-        assert_eq!(run.first_scale(), Some(65536.0));
+        assert_eq!(run.sums.unscaled, whole.sums.unscaled);
+        assert_eq!(run.sums.first_scale, Some(65536.0));
         assert_eq!((run.scaler().unwrap().init_scale, whole.scaler().unwrap().init_scale), (65536.0, 1024.0));
         let last = RunData::read_newest(folder.path(), 1).unwrap();
         assert_eq!(last.scaler().unwrap().init_scale, 32768.0);

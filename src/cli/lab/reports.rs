@@ -102,9 +102,9 @@ impl SoftmaxArgs {
 
 impl CrisesArgs {
     pub(super) fn report(&self, run: Option<&RunData>) -> Result<FailureDemo> {
-        let gradients = run.and_then(RunData::true_gradients);
-        let rate = run.and_then(RunData::largest_rate);
-        let scale = run.and_then(RunData::first_scale).map(f64::from);
+        let gradients = run.and_then(|run| run.sums.unscaled);
+        let rate = run.and_then(|run| run.sums.largest_rate);
+        let scale = run.and_then(|run| run.sums.first_scale).map(f64::from);
         let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
         let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
         let scale = self.scale.or(scale).unwrap_or(65536.0);

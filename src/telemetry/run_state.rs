@@ -427,6 +427,15 @@ mod tests {
         Event::Step(Box::new(record))
     }
 
+    /// An applied step with changed figures.
+    fn step_with(at: u64, change: impl FnOnce(&mut StepRecord)) -> Event {
+        let mut event = step(at, 1.0, StepStatus::Applied);
+        if let Event::Step(record) = &mut event {
+            change(record);
+        }
+        event
+    }
+
     fn eval(step: u64, loss: f64) -> Event {
         Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9, objective: None })
     }
@@ -435,11 +444,8 @@ mod tests {
     fn resumed() -> Vec<Event> {
         let mut events = vec![started(None)];
         for at in 1..=40 {
-            events.push(step(
-                at,
-                4.0 - at as f32 / 20.0,
-                if at % 7 == 0 { StepStatus::Skipped } else { StepStatus::Applied },
-            ));
+            let outcome = if at % 7 == 0 { StepStatus::Skipped } else { StepStatus::Applied };
+            events.push(step(at, 4.0 - at as f32 / 20.0, outcome));
             match at {
                 10 => events.push(eval(10, 3.0)),
                 20 => events.extend([
@@ -466,26 +472,21 @@ mod tests {
     #[test]
     fn any_counts_of_a_damaged_log_are_added() {
         let huge = |at| {
-            let mut event = step(at, 1.0, StepStatus::Applied);
-            if let Event::Step(record) = &mut event {
+            step_with(at, |record| {
                 record.grads.count = u64::MAX;
                 record.grads.subnormal = u64::MAX;
                 record.tensors = ["wte.weight", "wte.bias"]
                     .map(|name| TensorRecord { name: name.into(), stats: record.grads.clone(), ..Default::default() })
                     .to_vec();
-            }
-            event
+            })
         };
         let probe = || {
             let most = u64::MAX;
             let flushed = FlushedTensor { nonzero: most, flushed: most, ..FlushedTensor::default() };
             let grads =
                 GradStats { zero: most, inf: most, nan: most, exponents: vec![(0, most)], ..Default::default() };
-            Event::Fp32Probe(Box::new(Fp32Probe {
-                grads,
-                tensors: vec![flushed.clone(), flushed],
-                ..Default::default()
-            }))
+            let tensors = vec![flushed.clone(), flushed];
+            Event::Fp32Probe(Box::new(Fp32Probe { grads, tensors, ..Default::default() }))
         };
         let state = fold([started(None), huge(1), probe(), huge(2), probe()]);
         assert_eq!((state.step.step, state.layers()[0].count, state.probed().exponents.nan), (2, u64::MAX, u64::MAX));
@@ -557,11 +558,10 @@ mod tests {
         assert_eq!([20, 21].map(probed), [Some((20, (1, 8))), None]);
         assert_eq!(fold([started(None), probe(21), started(Some(20))]).tensors.rows[0].flushed, None);
         let measured = |at| {
-            let mut counted = step(at, 1.0, StepStatus::Applied);
-            if let Event::Step(record) = &mut counted {
+            let counted = step_with(at, |record| {
                 record.grads.exponents = vec![(0, 1)];
                 record.lost_updates = Some(UpdateCounts::default());
-            }
+            });
             let state = fold([
                 started(None),
                 counted,
@@ -603,13 +603,7 @@ mod tests {
     fn a_pause_and_a_restart_are_no_slow_steps() {
         let started =
             |resumed_from| Event::Started(Box::new(Started { total_steps: 13, resumed_from, ..Started::default() }));
-        let timed = |at| {
-            let mut event = step(at, 1.0, StepStatus::Applied);
-            if let Event::Step(record) = &mut event {
-                record.cpu_seconds = Some(2.0 * at as f64);
-            }
-            event
-        };
+        let timed = |at| step_with(at, |record| record.cpu_seconds = Some(2.0 * at as f64));
         let begun = || [started(None), timed(1), timed(2)];
         assert_eq!(fold(begun()).cpu_percent, Some(200.0));
         for stop in [[Event::Paused { step: 2 }, Event::Resumed { step: 2 }], [started(Some(2)), started(Some(2))]] {

@@ -161,32 +161,24 @@ mod tests {
         }
     }
 
+    /// A framed chart needs five rows: one for the curve, two for its axis.
     #[test]
-    fn the_ruler_always_gets_its_columns() {
+    fn from_40x12_on_loss_and_scale_are_drawn_and_the_ruler_gets_its_columns() {
         for width in 40..=250 {
             for height in 12..=80 {
                 let area = Rect::new(0, 0, width, height);
                 let body = Areas::of(area).body;
                 assert_eq!(Size::around(body), Size::of(area));
                 let overview = overview(body, Size::of(area));
-                let ruler = overview[2];
+                let [loss, scale, ruler, ..] = overview;
+                assert!(
+                    loss.height.min(scale.height) >= 5 && loss.width.min(scale.width) >= 20,
+                    "{area}: {overview:?}"
+                );
                 let least = if Size::of(area) == Size::Full { RULER_FULL } else { RULER_COMPACT };
                 let shown = matches!(Size::of(area), Size::Full | Size::Compact);
                 assert!(!ruler.is_empty() || !shown, "{area}: {overview:?}");
                 assert!(ruler.is_empty() || ruler.width >= least && ruler.height >= 8, "{area}: {overview:?}");
-            }
-        }
-    }
-
-    /// A framed chart needs five rows: one for the curve, two for its axis.
-    #[test]
-    fn loss_and_scale_are_drawn_from_40x12_on() {
-        for width in 40..=250 {
-            for height in 12..=80 {
-                let area = Rect::new(0, 0, width, height);
-                let [loss, scale, ..] = overview(Areas::of(area).body, Size::of(area));
-                assert!(loss.height >= 5 && scale.height >= 5, "{area}: {loss} {scale}");
-                assert!(loss.width >= 20 && scale.width >= 20, "{area}: {loss} {scale}");
             }
         }
     }

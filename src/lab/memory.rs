@@ -199,9 +199,7 @@ impl TrainSetup<'_> {
         let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
         let Self { layout, shape, keep, extras, .. } = *self;
         let inputs = MemoryInputs { layout, spec, policy, shape, keep, optimizer: kind, kernels };
-        let mut items = items(inputs.estimate(extras)?);
-        items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
-        Ok(items)
+        Ok(items(inputs.estimate(extras)?, self.process))
     }
 }
 
@@ -401,8 +399,8 @@ struct Row<'a> {
     left: Option<i64>,
 }
 
-/// The engine's bytes by group.
-fn items(bytes: MemoryEstimate) -> Vec<MemoryItem> {
+/// The engine's bytes by group, and those of the program itself.
+fn items(bytes: MemoryEstimate, process: u64) -> Vec<MemoryItem> {
     let item = |group, bytes| MemoryItem { group, bytes };
     let probe = (bytes.probe > 0).then(|| item(MemoryCategory::Probe, bytes.probe));
     let step = [
@@ -413,7 +411,7 @@ fn items(bytes: MemoryEstimate) -> Vec<MemoryItem> {
         item(MemoryCategory::Activations, bytes.activations),
         item(MemoryCategory::Buffers, bytes.scratch + bytes.scores),
     ];
-    step.into_iter().chain(probe).collect()
+    step.into_iter().chain(probe).chain([item(MemoryCategory::Process, process)]).collect()
 }
 
 /// The sum of all items; at most `u64::MAX`.
@@ -512,6 +510,11 @@ mod tests {
         TrainSetup { shape, budget, rank: 16, ..TrainSetup::default() }
     }
 
+    /// This engine's bytes in FP16.
+    fn engine_bytes(spec: &ModelSpec, setup: TrainSetup<'_>) -> u64 {
+        total(&setup.engine(spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
+    }
+
     fn distilgpt2(budget: Option<u64>) -> MemoryPlan {
         MemoryPlan::new("distilgpt2", &model_named("distilgpt2").unwrap(), setup([32, 32, 1], budget)).unwrap()
     }
@@ -530,8 +533,7 @@ mod tests {
         let spec = ModelSpec { heads: 4, vocab_size: 1000, ..model_named("distilgpt2").unwrap() };
         let bytes = |on_gpu| {
             let layout = DistributedLayout { on_gpu, ..DistributedLayout::default() };
-            let setup = TrainSetup { layout, ..setup([8, 256, 1], None) };
-            total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
+            engine_bytes(&spec, TrainSetup { layout, ..setup([8, 256, 1], None) })
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
@@ -543,8 +545,7 @@ mod tests {
         let grpo = ObjectiveSection { kind: ObjectiveKind::Grpo, ..ObjectiveSection::default() };
         let bytes = |objective| {
             let extras = MemoryExtras { objective, ..MemoryExtras::default() };
-            let setup = TrainSetup { extras, ..setup([8, 256, 1], None) };
-            total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
+            engine_bytes(&spec, TrainSetup { extras, ..setup([8, 256, 1], None) })
         };
         let caches = 32 * sample_bytes(&spec, PrecisionPolicy::FP16, 256, 0);
         assert_eq!(bytes(Some(&grpo)) - bytes(None), caches + 2 * spec.parameter_count());
@@ -574,9 +575,9 @@ mod tests {
         assert_eq!(memory.kv_cache[1].1, 2 * 32 * 4096 * 2 * 10 * 2048);
         assert_eq!((memory.kv_cache[1].1 as f64 / 1e8).round(), 107.0);
         assert_eq!(memory.adapters, 32 * 16 * 16 * 4096);
-        let group = |recipe, group| {
-            let plan = memory.plans.iter().find(|plan| plan.recipe == recipe).unwrap();
-            plan.textbook.iter().filter(|item| item.group == group).map(|item| item.bytes).sum::<u64>() as f64
+        let group = |recipe: Recipe, group| {
+            let items = memory.plans[recipe as usize].textbook.iter().filter(|item| item.group == group);
+            items.map(|item| item.bytes).sum::<u64>() as f64
         };
         let p = memory.parameters as f64;
         let states = |recipe| {
@@ -626,10 +627,7 @@ mod tests {
         let spec = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
-        let bytes = |batch| {
-            let items = setup([batch, 32, 1], None).engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW);
-            total(&items.unwrap())
-        };
+        let bytes = |batch| engine_bytes(&spec, setup([batch, 32, 1], None));
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
     }

@@ -116,7 +116,7 @@ impl Chart {
         let last = scene.runs().map(|run| if time { run.last_s } else { run.step.step as f64 }).fold(0.0, f64::max);
         let first = match (charts.range, run.curves.loss.whole().buckets().first()) {
             (Some(_), _) => x_of_step(run, charts.first_step(run), time),
-            (None, Some(bucket)) if bucket.step > 1 => x_of(bucket, time),
+            (None, Some(bucket)) if bucket.step > 1 => x_of_step(run, bucket.step, time),
             (None, _) => 0.0,
         };
         Self { x: (first, last.max(first + 1.0)), y, unit, time }
@@ -193,8 +193,9 @@ impl Chart {
         });
     }
 
+    /// The x of a bucket: its step, or its time in seconds.
     fn x_of(self, bucket: &Bucket) -> f64 {
-        x_of(bucket, self.time)
+        if self.time { bucket.seconds } else { bucket.step as f64 }
     }
 
     /// Draws a line through a value of each bucket; one without a value interrupts it.
@@ -238,11 +239,6 @@ impl Chart {
             plot.mark(self.x_of(last), y(mean), letter(other), Role::Other(other));
         }
     }
-}
-
-/// The x of a bucket: its step, or its time in seconds.
-fn x_of(bucket: &Bucket, time: bool) -> f64 {
-    if time { bucket.seconds } else { bucket.step as f64 }
 }
 
 fn x_of_step(run: &RunState, step: u64, time: bool) -> f64 {

@@ -299,13 +299,10 @@ mod tests {
         assert_eq!((fp32.survives, fp32.steps_with_master), (true, Some(1)));
     }
 
-    #[test]
-    fn spacing_is_halved_below_a_power_of_two() {
-        assert_eq!(row(1.0, -5e-5, "FP16").smallest, 2f64.powi(-12));
-    }
-
+    /// The spacing is halved below a power of two.
     #[test]
     fn ties_go_to_even() {
+        assert_eq!(row(1.0, -5e-5, "FP16").smallest, 2f64.powi(-12));
         assert!(!row(1.0, 2f64.powi(-11), "FP16").survives);
         let odd = row(1.0 + 2f64.powi(-10), 2f64.powi(-11), "FP16");
         assert!(odd.survives && odd.tie_survives);

@@ -336,11 +336,9 @@ mod tests {
             let restored = to == "f16";
             Event::DtypeChange(DtypeChange { step: 9, layer, from, to: to.into(), overflows, variance, restored })
         };
+        let events = [retyped("f32", Some(3), None), retyped("f16", None, None), retyped("fp8", None, Some(2e-9))];
         assert_eq!(
-            lines(
-                128,
-                vec![retyped("f32", Some(3), None), retyped("f16", None, None), retyped("fp8", None, Some(2e-9))]
-            ),
+            lines(128, events.into()),
             [
                 "retyped step=9 layer=h.1 computes=f16->f32 overflows=3",
                 "retyped step=9 layer=h.1 computes=f32->f16 back",

@@ -154,16 +154,16 @@ mod tests {
         let stats =
             GradStats { count: 9, min_abs: Some(6e-8), exponents: vec![(-24, 3), (2, 5)], ..Default::default() };
         let tensors = vec![TensorRecord { name: "wte.weight".into(), stats: stats.clone(), lost_updates: None }];
-        let event = Event::Step(Box::new(StepRecord { grads: stats, tensors, ..Default::default() }));
-        assert_eq!(round_trip(event.clone()).1.event, event);
-        let event = Event::Finished(Finished { val_loss: Some(1.5), ..Default::default() });
-        assert_eq!(round_trip(event.clone()).1.event, event);
         let origin =
             FirstNonFinite { pass: Pass::Backward, layer: "h.0.attn".into(), samples: vec![1], ..Default::default() };
-        let event = Event::Overflow(Overflow { first_nonfinite: Some(origin), ..Default::default() });
-        assert_eq!(round_trip(event.clone()).1.event, event);
-        let event = Event::Paused { step: 3 };
-        assert_eq!(round_trip(event.clone()).1.event, event);
+        for event in [
+            Event::Step(Box::new(StepRecord { grads: stats, tensors, ..Default::default() })),
+            Event::Finished(Finished { val_loss: Some(1.5), ..Default::default() }),
+            Event::Overflow(Overflow { first_nonfinite: Some(origin), ..Default::default() }),
+            Event::Paused { step: 3 },
+        ] {
+            assert_eq!(round_trip(event.clone()).1.event, event);
+        }
     }
 
     #[test]

@@ -145,20 +145,13 @@ impl PrecisionProbe {
         let weight = &weight.to_dtype(self.compute)?;
         let y = &trial.poisoned(&[rows, rows], self.compute)?;
         trial.run(op::Linear { layout: WeightLayout::OutIn, x: &x, weight, bias: None, low_rank: None, y })?;
-        let targets: Vec<u32> = (0..rows as u32).collect();
+        let targets = &(0..rows as u32).collect::<Vec<_>>();
         self.measure([("loss", AutocastOp::CrossEntropy)], self.compute, |t| {
             let logits = t.stored(y, self.compute)?;
-            let losses = t.poisoned(&[rows], DType::F32)?;
-            let logits = ColumnSlice::all(&logits)?;
-            t.run(op::CrossEntropy {
-                logits,
-                softcap: None,
-                targets: &targets,
-                losses: &losses,
-                seed: None,
-                weights: None,
-            })?;
-            Ok([losses])
+            let out = t.poisoned(&[rows], DType::F32)?;
+            let (logits, losses) = (ColumnSlice::all(&logits)?, &out);
+            t.run(op::CrossEntropy { logits, softcap: None, targets, losses, seed: None, weights: None })?;
+            Ok([out])
         })
     }
 }

@@ -211,14 +211,8 @@ pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
     let (columns, name) = columns(scene, inner.width().into());
     draw_row(scene, &mut inner, 0, &format!("{:<name$}", "tensor"), &columns, None);
     for (y, row) in (1..inner.height()).zip(rows) {
-        draw_row(
-            scene,
-            &mut inner,
-            y,
-            &format!("{:<name$}", format::shortened_name(&row.name, name)),
-            &columns,
-            Some(row),
-        );
+        let text = format!("{:<name$}", format::shortened_name(&row.name, name));
+        draw_row(scene, &mut inner, y, &text, &columns, Some(row));
     }
 }
 

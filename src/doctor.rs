@@ -16,7 +16,6 @@ pub(crate) struct Diagnosis {
     pub(crate) memory_bytes: Option<u64>,
     /// Bytes of memory available to a new process.
     pub(crate) memory_available_bytes: Option<u64>,
-    /// GPU support of this build and machine.
     pub(crate) gpu: GpuInfo,
     pub(crate) folders: Vec<FolderInfo>,
     pub(crate) hub: HubStatus,

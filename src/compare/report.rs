@@ -229,7 +229,6 @@ fn is_among(keys: &[&str], key: &str) -> bool {
     keys.iter().any(|known| if known.ends_with('.') { key.starts_with(known) } else { key == *known })
 }
 
-/// The settings that differ between groups.
 fn differences(groups: &[RunGroup]) -> Vec<SettingDifference> {
     let settings: Vec<Vec<_>> =
         groups.iter().map(|group| group.runs.iter().map(RunSummary::settings).collect()).collect();

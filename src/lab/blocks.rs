@@ -11,7 +11,6 @@ use crate::{Error, Result};
 use serde::Serialize;
 use strum::{EnumIter, EnumString, IntoEnumIterator, VariantNames};
 
-/// A quantization scheme for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, EnumIter, VariantNames)]
 #[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "lowercase")]

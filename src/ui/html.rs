@@ -105,7 +105,6 @@ impl SvgAxes {
         points.map(|(x, y)| format!("{:.1},{:.1}", self.left(x), self.top(y))).collect::<Vec<_>>().join(" ")
     }
 
-    /// A line through points.
     pub(crate) fn curve(&self, out: &mut String, class: &str, points: impl Iterator<Item = (f64, f64)>) {
         let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", self.points(points));
     }
@@ -135,7 +134,6 @@ impl SvgAxes {
         }
     }
 
-    /// A cross around a point.
     fn cross(&self, out: &mut String, x: f64, y: f64) {
         let (x, y) = (self.left(x), self.top(y));
         let _ = writeln!(out, "<path class=\"mark\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"/>", x - 4.0, y - 4.0);

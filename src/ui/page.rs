@@ -8,7 +8,6 @@ use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
 
-/// A part of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) text: String,
@@ -26,7 +25,6 @@ impl Line {
         Self { spans: Vec::new() }
     }
 
-    /// Adds a part.
     #[must_use]
     pub(crate) fn with(mut self, role: Role, text: impl Into<String>) -> Self {
         self.spans.push(Span { text: sanitize_line(&text.into()).into_owned(), role });

@@ -20,7 +20,6 @@ const NEEDED: [(&str, &str, &str, &str); 5] = [
     ("blocks", "remembered", "scheme", "delayed"),
 ];
 
-/// A view at work.
 struct ViewHarness<'a, 'e> {
     state: LabState,
     size: (u16, u16),
@@ -37,7 +36,6 @@ impl<'a, 'e> ViewHarness<'a, 'e> {
         view::picture(&mut self.state, Theme::of(Palette::Monochrome, false), self.size.0, self.size.1)
     }
 
-    /// The page, whole.
     fn page(&mut self) -> String {
         self.picture();
         self.state.page.text()

@@ -2,7 +2,6 @@
 //! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON have
 //! no largest value.
 
-use minijinja::filters::length;
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_formatter};
@@ -26,7 +25,6 @@ pub(super) fn install(environment: &mut Environment<'_>) {
     environment.add_filter("string", |value: Value| string(&value));
     environment.add_filter("indent", indent);
     environment.add_filter("tojson", tojson);
-    environment.add_filter("length", |value: &Value| if value.is_undefined() { Ok(0) } else { length(value) });
     environment.add_filter("replace", |text: &Value, from: &Value, to: &Value, count: Option<i64>| {
         string(text).replacen(&string(from), &string(to), limit(count))
     });
@@ -597,6 +595,10 @@ mod tests {
             ),
             ("{{ ['é', 1] | tojson(true, none, ('; ', '')) }}", r#"["\u00e9"; 1]"#),
             ("{{ {2: none, true: 1.5} | tojson }}", r#"{"2": null, "true": 1.5}"#),
+            (
+                "{{ [][::-1] }}{{ ''[::-1] }}{{ messages[1:][::-1] }}{{ ()[::-1] }} {{ 'abc'[5:0:-1] }} {{ [1][-5::-1] }}",
+                "[][]() cb []",
+            ),
         ] {
             assert_eq!(rendered(source), expected, "{source}");
         }

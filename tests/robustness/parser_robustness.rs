@@ -351,14 +351,14 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         (format!("{{% set x = 'a' %}}{doubled}{{{{ x }}}}"), "more than 2 GiB of memory"),
         (
             "{% set x = 'a' * 90000000 %}{% for i in range(99999) %}{% set y = x + x %}{% endfor %}".into(),
-            "more than 10 s",
+            "ran out of fuel",
         ),
     ];
     for (source, expected) in cases {
         let template = TemplateSandbox::new(&source, "t", &TemplateTokens::default()).unwrap();
         let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
         let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
-        // On a slow machine the time may end before the memory does.
+        // On a slow machine the time may end first.
         assert!(error.contains(expected) || error.contains("more than 10 s"), "{error}");
     }
 }

@@ -2,8 +2,9 @@
 //! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON have
 //! no largest value.
 
+use minijinja::filters::{float, int};
 use minijinja::formatting::{FormatStyle, format};
-use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
+use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::Result as JsonResult;
@@ -34,6 +35,18 @@ pub(super) fn install(environment: &mut Environment<'_>) {
             || text.trim_matches(is_space).to_owned(),
             |chars| text.trim_matches(|c| chars.contains(c)).to_owned(),
         )
+    });
+    // The engine has no default for a text that is no number.
+    environment.add_filter(
+        "int",
+        |state: &State, value: &Value, default: Option<Value>, base: Option<u32>, named: Kwargs| {
+            let named_default: Option<Value> = named.get("default")?;
+            int(state, value, default.or(named_default).or(Some(0.into())), base, named)
+        },
+    );
+    environment.add_filter("float", |state: &State, value: &Value, default: Option<Value>, named: Kwargs| {
+        let named_default: Option<Value> = named.get("default")?;
+        float(state, value, default.or(named_default).or(Some(0.0.into())), named)
     });
     environment.add_filter(PERCENT, percent);
     // The engine iterates over none, and has only lists as sequences.
@@ -165,14 +178,44 @@ fn title(text: &str) -> String {
     out
 }
 
+/// Python's `str.split`, or `str.rsplit` if `from_end`.
+fn split(text: &str, from_end: bool, args: &[Value]) -> Result<Value, Error> {
+    let (positional, named): (Rest<Value>, Kwargs) = from_args(args)?;
+    let [separator, most] = arguments(&positional, &named, ["sep", "maxsplit"])?;
+    let most = limit(most.map(i64::try_from).transpose()?).saturating_add(1);
+    let parts: Vec<&str> = match separator.as_ref().map(|separator| separator.as_str().unwrap_or_default()) {
+        None if !from_end || most == usize::MAX => split_at_space(text, most),
+        None | Some("") => return Err(Error::new(ErrorKind::InvalidOperation, "the separator must be a text")),
+        Some(separator) if from_end => text.rsplitn(most, separator).collect::<Vec<_>>().into_iter().rev().collect(),
+        Some(separator) => text.splitn(most, separator).collect(),
+    };
+    Ok(parts.into_iter().map(Value::from).collect())
+}
+
+/// The words of a text, at most `most`; the last of that number is the rest of the text.
+fn split_at_space(mut text: &str, most: usize) -> Vec<&str> {
+    let mut out = Vec::new();
+    loop {
+        text = text.trim_start_matches(is_space);
+        if text.is_empty() {
+            return out;
+        }
+        let end = if out.len() + 1 < most { text.find(is_space).unwrap_or(text.len()) } else { text.len() };
+        out.push(&text[..end]);
+        text = &text[end..];
+    }
+}
+
 /// Python's methods of values.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    if let (Some(text), "split" | "rsplit") = (value.as_str(), name) {
+        return split(text, name == "rsplit", args);
+    }
     if let (Some(text), true) = (value.as_str(), args.iter().all(Value::is_none)) {
         match name {
             "strip" => return Ok(text.trim_matches(is_space).into()),
             "lstrip" => return Ok(text.trim_start_matches(is_space).into()),
             "rstrip" => return Ok(text.trim_end_matches(is_space).into()),
-            "split" => return Ok(text.split(is_space).filter(|word| !word.is_empty()).map(Value::from).collect()),
             "title" => return Ok(title(text).into()),
             "isspace" if args.is_empty() => return Ok((!text.is_empty() && text.chars().all(is_space)).into()),
             _ => {}
@@ -181,10 +224,9 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
     match (value.as_str(), name, args.first().and_then(Value::as_str)) {
         (Some(text), "removeprefix", Some(prefix)) => Ok(text.strip_prefix(prefix).unwrap_or(text).into()),
         (Some(text), "removesuffix", Some(suffix)) => Ok(text.strip_suffix(suffix).unwrap_or(text).into()),
-        (Some(text), "rsplit", Some(separator)) if !separator.is_empty() => {
-            let most = args.get(1).cloned().map(i64::try_from).transpose()?;
-            let parts: Vec<&str> = text.rsplitn(limit(most).saturating_add(1), separator).collect();
-            Ok(parts.into_iter().rev().map(Value::from).collect())
+        (None, "index", _) if args.len() == 1 && value.kind() == ValueKind::Seq => {
+            let at = value.try_iter()?.position(|item| item == args[0]);
+            at.map(Value::from).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the list has no such item"))
         }
         _ => unknown_method_callback(state, value, name, args),
     }
@@ -598,6 +640,15 @@ mod tests {
             (
                 "{{ [][::-1] }}{{ ''[::-1] }}{{ messages[1:][::-1] }}{{ ()[::-1] }} {{ 'abc'[5:0:-1] }} {{ [1][-5::-1] }}",
                 "[][]() cb []",
+            ),
+            (
+                "{{ 'a b  c '.split(none, 1) }} {{ 'a.b.c'.split('.', maxsplit=1) }} {{ 'a.b.c'.rsplit(sep='.', maxsplit=1) }} \
+                 {{ ' a b '.rsplit() }} {{ ['a', 'b'].index('b') }}",
+                "['a', 'b  c '] ['a', 'b.c'] ['a.b', 'c'] ['a', 'b'] 1",
+            ),
+            (
+                "{{ 'x' | int }} {{ '' | int(5) }} {{ 'x' | int(default=7) }} {{ '12' | int }} {{ 'x' | float }} {{ '1.5' | float(2.5) }}",
+                "0 5 7 12 0.0 1.5",
             ),
         ] {
             assert_eq!(rendered(source), expected, "{source}");

@@ -195,6 +195,7 @@ fn train_and_show(
     let (commands, orders) = channel();
     trainer.listen(orders);
     let save_commands = commands.clone();
+    set_training(true);
     // A finished run has nothing to save.
     signals.attach(trainer.interrupt(), move || {
         save_commands.send(Command::SaveNow).ok();
@@ -203,11 +204,11 @@ fn train_and_show(
     let began = Instant::now();
     let log_every = trainer.config().telemetry.log_every;
     let prompt = trainer.config().train.prompt.clone();
-    set_training(true);
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || {
             let done = pool.install(|| (trainer.run(), trainer.end()));
+            drop(trainer);
             set_training(false);
             done
         })

@@ -6,8 +6,10 @@
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::skip;
 use crate::common::{golden, launch, of_kind};
+use finetune::store::checkpoint::latest_valid;
 use finetune::telemetry::{Event, Record, StepRecord, VERSION, read};
 use std::ffi::OsString;
+use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -350,6 +352,32 @@ fn a_signal_ends_a_screen_on_a_terminal_that_accepts_no_output() {
         assert!(began.elapsed() < PATIENCE, "it does not end");
         sleep(Duration::from_millis(20));
     }
+}
+
+/// Regression: a signal saved the run, but the process waited for a reader for ever.
+#[test]
+fn a_signal_ends_training_although_nobody_reads_its_lines() {
+    let fixture = CliFixture::new();
+    let (_unread, mut lines) = std::io::pipe().unwrap();
+    // A page of the pipe is free, which ten steps fill.
+    lines.write_all(&vec![b'x'; 15 * 4096]).unwrap();
+    let run = "--model model --data text.txt --run r --seq-len 8 --batch-size 2 --threads 1 --plain --log-every 1";
+    let mut command = fixture.command(&format!("{run} --steps 1000000 --set train.sample_tokens=0"));
+    let mut training = command.stdout(lines.try_clone().unwrap()).stderr(lines).spawn().unwrap();
+    let began = Instant::now();
+    let wait_until = |what: &str, is_done: &mut dyn FnMut() -> bool| {
+        while !is_done() {
+            assert!(began.elapsed() < 2 * PATIENCE, "{what}");
+            sleep(Duration::from_millis(20));
+        }
+    };
+    let log = fixture.run("r").join("events.jsonl");
+    let steps = || std::fs::read_to_string(&log).unwrap_or_default().matches(r#""event":"step""#).count();
+    wait_until("no step", &mut || steps() > 40);
+    assert!(Command::new("kill").arg(training.id().to_string()).status().unwrap().success());
+    wait_until("it does not end", &mut || training.try_wait().unwrap().is_some());
+    assert_eq!(training.wait().unwrap().code(), Some(130));
+    assert!(latest_valid(&fixture.run("r")).is_ok());
 }
 
 #[test]

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const INTERRUPTED: i32 = 130;
 /// How long an exiting process waits for its terminal to be restored.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// How long an interrupted process waits for readers of its output after training has ended.
+const STUCK: Duration = Duration::from_secs(3);
 
 /// The effect of the first signal, as text.
 pub(crate) const SAVING: &str = "interrupted: saving; Ctrl-C again stops without saving";
@@ -74,6 +76,7 @@ impl SignalHandler {
                     (_, Some(run), None) => {
                         interrupted = Some(Instant::now());
                         run.interrupt.store(true, Ordering::SeqCst);
+                        thread::spawn(leave_after_training);
                         say(SAVING);
                     }
                     // One soon after the first is no second request: the user cannot have read the message, and a launcher may
@@ -99,12 +102,21 @@ impl SignalHandler {
 }
 
 /// Prints the effect of a signal on standard error, unless a screen has the terminal.
-fn say(text: &str) {
+fn say(text: &'static str) {
     if !is_active() {
         // The cursor may be after `^C` or a status line.
         let new_line = if stderr().is_terminal() { "\n" } else { "" };
-        let _ = writeln!(stderr(), "{new_line}{text}");
+        try_shortly(move || drop(writeln!(stderr(), "{new_line}{text}")));
     }
+}
+
+/// Ends the process after training, also if its last lines find no reader.
+fn leave_after_training() {
+    while TRAINING.load(Ordering::SeqCst) {
+        thread::sleep(PATIENCE);
+    }
+    thread::sleep(STUCK);
+    leave();
 }
 
 /// Restores the terminal if it accepts output, and ends the process.
@@ -115,9 +127,13 @@ pub(super) fn leave() {
 
 /// Waits shortly for the terminal to be restored, before the process ends.
 pub fn restore_before_exit() {
-    // On its own thread, because a blocked terminal must not keep the process alive.
-    let restoring = thread::spawn(restore);
-    wait(PATIENCE, || restoring.is_finished().then_some(()));
+    try_shortly(restore);
+}
+
+/// Runs `work` on a separate thread, because a blocked terminal or pipe must not keep the process alive.
+fn try_shortly(work: impl FnOnce() + Send + 'static) {
+    let working = thread::spawn(work);
+    wait(PATIENCE, || working.is_finished().then_some(()));
 }
 
 /// Turns exceeding `ulimit -f` into a write error, like a full disk, instead of a fatal signal.

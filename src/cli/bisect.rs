@@ -6,6 +6,7 @@ use crate::cli::run_lookup::{file_of_run, run_folder};
 use crate::cli::train::thread_pool;
 use crate::engine::collective::SingleProcess;
 use crate::precision::{Dtype, PrecisionUnit};
+use crate::settings::number;
 use crate::store::checkpoint::{Checkpoint, CheckpointKind};
 use crate::train::{Bisection, GradientError, KeptSites, RecordedRun, RoundingCost, Site, SiteKind, Trainer};
 use crate::ui::format::{scale, short};
@@ -38,7 +39,7 @@ pub(super) struct BisectArgs {
     #[arg(long, value_name = "TYPE")]
     round: Option<Dtype>,
     /// The relative error of the gradient to allow
-    #[arg(long, value_name = "E", default_value_t = 0.01)]
+    #[arg(long, value_name = "E", value_parser = number, default_value_t = 0.01)]
     tolerance: f64,
     /// Print one JSON object
     #[arg(long)]

@@ -10,6 +10,7 @@ use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextSt
 use crate::inference::trained::TrainedModel;
 use crate::screen::Terminal;
 use crate::screen::terminal::{MessageEditor, interrupt_flag};
+use crate::settings::number;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
@@ -43,10 +44,10 @@ pub(super) struct ChatArgs {
     #[arg(long, short = 'n', value_name = "N", default_value_t = 512)]
     max_tokens: usize,
     /// Sampling temperature; 0 always takes the likeliest token
-    #[arg(long, value_name = "X", default_value_t = 0.7)]
+    #[arg(long, value_name = "X", value_parser = number, default_value_t = 0.7)]
     temperature: f64,
     /// Sample from the likeliest tokens with this total probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = number)]
     top_p: Option<f64>,
     /// Seed of the answers; equal seeds and inputs give equal answers
     #[arg(long, value_name = "N", default_value_t = 0)]

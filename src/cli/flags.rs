@@ -161,6 +161,9 @@ impl ConfigArgs {
             };
             // Anything that is not a TOML value is a string, so `--set data=a.txt` needs no quotes.
             let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
+            if let (Some(toml::Value::Float(0.0)), Err(problem)) = (&parsed, number(value)) {
+                return Err(Error::config(key.trim(), format!("`{value}` is {problem}")));
+            }
             let set = settings_at(key.trim(), parsed.unwrap_or_else(|| value.into()));
             if let Some((key, _)) = set.iter().find(|(key, _)| out[..flags].iter().any(|(flag, _)| flag == key)) {
                 return Err(Error::config(key, "is set by its flag and by `--set`; set it only once"));

@@ -9,6 +9,7 @@ use crate::inference::generate::{
     BATCH_SIZE, GenerationRequest, Sampling, StopReason, TextStream, decode_after, generate, generate_batch, prompt_ids,
 };
 use crate::inference::trained::TrainedModel;
+use crate::settings::number;
 use crate::telemetry::PhaseProgress;
 use crate::train::prompts;
 use crate::{Error, Result};
@@ -38,13 +39,13 @@ pub(super) struct GenerateArgs {
     #[arg(long, short = 'n', value_name = "N", default_value_t = 128)]
     max_tokens: usize,
     /// Sampling temperature; 0 always takes the likeliest token
-    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    #[arg(long, value_name = "X", value_parser = number, default_value_t = 1.0)]
     temperature: f64,
     /// Sample from the N likeliest tokens
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
     /// Sample from the likeliest tokens with this total probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = number)]
     top_p: Option<f64>,
     /// Repetition penalty; above 1, tokens that occurred become less likely
     #[arg(long, value_name = "X", default_value_t = 1.0)]

@@ -333,6 +333,23 @@ fn every_command_takes_numbers_with_powers_and_fractions() {
     }
 }
 
+/// Regression: they were 0 without a word.
+#[test]
+fn numbers_too_small_for_a_float_are_refused() {
+    let fixture = CliFixture::empty();
+    for line in [
+        "config --set optimizer.weight_decay=1e-400",
+        "config --lr 1e-400",
+        "generate tiny --temperature 1e-400",
+        "chat tiny --top-p 1e-400",
+        "bisect --tolerance 1e-400",
+        "lab scaler --drift 1e-400",
+    ] {
+        fixture.assert_refused(line, &["1e-400", "4.94e-324"]);
+    }
+    assert!(fixture.said("config --set optimizer.weight_decay=0.0").contains("weight_decay = 0.0"));
+}
+
 #[test]
 fn a_run_whose_forward_pass_overflows_from_the_start_ends_after_four_steps() {
     let fixture = CliFixture::new();

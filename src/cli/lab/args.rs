@@ -203,22 +203,22 @@ pub(super) struct ScalerArgs {
     #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true, add = control(By(1.0)))]
     pub(super) level: String,
     /// Standard deviation of log2 max|g|
-    #[arg(long, default_value_t = 1.0, add = control(By(0.25)).within(0.0, f64::MAX))]
+    #[arg(long, value_parser = parse_value, default_value_t = 1.0, add = control(By(0.25)).within(0.0, f64::MAX))]
     pub(super) sigma: f64,
     /// Change of the level in 1,000 steps, in binades
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)).rare())]
     pub(super) drift: f64,
     /// Share of steps with a spike
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0).rare())]
+    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0).rare())]
     pub(super) spikes: f64,
     /// Height of a spike, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
     pub(super) spike: f64,
     /// The step at which the level rises by `--jump` binades
     #[arg(long, value_name = "STEP", add = control(Count(1000)).within(0.0, f64::MAX).rare())]
     pub(super) jump_at: Option<u64>,
     /// Height of the jump at `--jump-at`, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
     pub(super) jump: f64,
     /// Number of steps, without a run
     // The help has it after `--setting`.
@@ -228,7 +228,7 @@ pub(super) struct ScalerArgs {
     #[arg(long, value_name = "STEP,…", value_delimiter = ',', add = control(Typed))]
     pub(super) overflow_at: Vec<u64>,
     /// Probability that a step is forced to overflow
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0).rare())]
+    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0).rare())]
     pub(super) rate: f64,
     /// The seed of the gradients
     #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX).rare())]
@@ -251,10 +251,10 @@ pub(super) struct ScalingArgs {
     #[arg(long, default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
     pub(super) format: FloatFormat,
     /// Mean of log2 of the magnitudes, without a run
-    #[arg(long, default_value_t = -22.0, allow_negative_numbers = true, add = control(By(1.0)))]
+    #[arg(long, value_parser = parse_value, default_value_t = -22.0, allow_negative_numbers = true, add = control(By(1.0)))]
     pub(super) mu: f64,
     /// Standard deviation of log2 of the magnitudes
-    #[arg(long, default_value_t = 4.0, add = control(By(0.5)).within(0.5, f64::MAX))]
+    #[arg(long, value_parser = parse_value, default_value_t = 4.0, add = control(By(0.5)).within(0.5, f64::MAX))]
     pub(super) sigma: f64,
     /// Number of gradients
     #[arg(long, default_value_t = 82_000_000, value_parser = clap::value_parser!(u64).range(1..1 << 53))]

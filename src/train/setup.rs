@@ -253,6 +253,9 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
     if path.exists() {
         return wrong(NOT_A_MODEL_FILE);
     }
+    if path.is_symlink() {
+        return wrong("the symbolic link leads to no file or folder; correct it");
+    }
     let remote = match name.strip_prefix("hf://").map(hub_file) {
         Some(None) => {
             return wrong(

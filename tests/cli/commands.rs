@@ -13,6 +13,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
 
@@ -348,6 +349,18 @@ fn numbers_too_small_for_a_float_are_refused() {
         fixture.assert_refused(line, &["1e-400", "4.94e-324"]);
     }
     assert!(fixture.said("config --set optimizer.weight_decay=0.0").contains("weight_decay = 0.0"));
+}
+
+/// Regression: such a model was looked up on the Hub.
+#[test]
+fn a_broken_link_is_named_as_one() {
+    let fixture = CliFixture::empty();
+    for (target, name) in [("nowhere", "broken"), ("loop", "loop")] {
+        symlink(target, fixture.path(name)).unwrap();
+        for line in [format!("generate {name}"), format!("--model ./{name}")] {
+            fixture.assert_refused(&line, &[name, "the symbolic link leads to no file or folder"]);
+        }
+    }
 }
 
 #[test]

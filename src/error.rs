@@ -139,19 +139,19 @@ impl Error {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
-            Self::Io { source, .. } if is_wrong_path(source.kind()) => 2,
+            Self::Io { source, .. } if is_wrong_path(source) => 2,
             Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Collective(_) | Self::Engine { .. } => 1,
         }
     }
 }
 
 /// Whether the error means that the user's path is wrong, and not that the machine failed.
-fn is_wrong_path(kind: ErrorKind) -> bool {
+fn is_wrong_path(error: &std::io::Error) -> bool {
     use ErrorKind::{
-        InvalidData, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem,
+        InvalidData, InvalidFilename, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied,
+        ReadOnlyFilesystem,
     };
-    matches!(
-        kind,
-        InvalidData | InvalidInput | IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem
-    )
+    let is_loop = error.raw_os_error() == Some(libc::ELOOP);
+    let wrong = [InvalidData, InvalidFilename, InvalidInput, IsADirectory, NotADirectory, NotFound];
+    is_loop || wrong.contains(&error.kind()) || [PermissionDenied, ReadOnlyFilesystem].contains(&error.kind())
 }

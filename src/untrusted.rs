@@ -20,8 +20,12 @@ pub fn open(path: &Path) -> io::Result<File> {
     match () {
         () if metadata.is_file() => Ok(file),
         () if metadata.is_dir() => Err(ErrorKind::IsADirectory.into()),
-        () => Err(io::Error::new(ErrorKind::InvalidInput, "it is a pipe, a device or a socket, not a regular file")),
+        () => Err(not_regular()),
     }
+}
+
+fn not_regular() -> io::Error {
+    io::Error::new(ErrorKind::InvalidInput, "it is a pipe, a device or a socket, not a regular file")
 }
 
 /// Opens a file of a run for writing, with `options`. Rejects links and pipes, which an untrusted folder may contain.
@@ -47,7 +51,9 @@ fn open_any(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK | libc::O_NOCTTY);
-    options.open(path)
+    // A socket, or a device without a driver.
+    let is_special = |error: &io::Error| error.raw_os_error() == Some(libc::ENXIO);
+    options.open(path).map_err(|error| if is_special(&error) { not_regular() } else { error })
 }
 
 /// Whether `path` is a pipe, as `<(command)` is in a shell.
@@ -189,7 +195,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("pipe");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-        for path in [Path::new("/dev/zero"), Path::new("/dev/full"), &pipe] {
+        let socket = folder.path().join("socket");
+        let _socket = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for path in [Path::new("/dev/zero"), Path::new("/dev/full"), &pipe, &socket] {
             assert_eq!(open(path).unwrap_err().kind(), ErrorKind::InvalidInput, "{}", path.display());
         }
         assert_eq!(open(folder.path()).unwrap_err().kind(), ErrorKind::IsADirectory);

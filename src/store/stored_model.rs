@@ -23,7 +23,7 @@ impl StoredModel {
         if is_gguf(path) {
             return Ok(Self::Gguf(Box::new(GgufModel::open(path)?)));
         }
-        if path.is_file() {
+        if path.exists() && !path.is_dir() {
             return Err(Error::model(format!("`{}`", path.display()), NOT_A_MODEL_FILE));
         }
         Ok(Self::Folder(Box::new(ModelFolder::open(path)?)))

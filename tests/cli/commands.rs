@@ -14,8 +14,9 @@ use std::fs;
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 fn text(output: Output, line: &str) -> String {
     assert!(output.status.success(), "finetune {line}: {}", String::from_utf8_lossy(&output.stderr));
@@ -361,6 +362,21 @@ fn a_broken_link_is_named_as_one() {
             fixture.assert_refused(&line, &[name, "the symbolic link leads to no file or folder"]);
         }
     }
+}
+
+/// Regression: the messages were those of the operating system about other problems, and some exit codes were 1.
+#[test]
+fn a_path_to_something_else_than_a_file_is_refused() {
+    let fixture = CliFixture::empty();
+    assert!(Command::new("mkfifo").arg(fixture.path("pipe")).status().unwrap().success());
+    let _socket = UnixListener::bind(fixture.path("socket")).unwrap();
+    symlink("loop", fixture.path("loop")).unwrap();
+    for name in ["pipe", "socket", "/dev/zero"] {
+        fixture.assert_refused(&format!("lab memory --model {name}"), &[name, "this is not a GGUF file"]);
+    }
+    fixture.assert_refused("config --config socket", &["`socket`: it is a pipe, a device or a socket"]);
+    fixture.assert_refused("config --config loop", &["`loop`"]);
+    fixture.assert_refused(&format!("config --config {}", "x".repeat(300)), &["too long"]);
 }
 
 #[test]

@@ -194,8 +194,10 @@ pub(super) fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
                 return wrong(format!("`{setting}` is not one of {known}"));
             }
         };
+        let key = format!("lora.{key}");
         match value {
-            Ok(value) => out.push((format!("lora.{key}"), value)),
+            Ok(_) if out.iter().any(|(set, _)| *set == key) => return wrong(format!("`{setting}` sets `{key}` again")),
+            Ok(value) => out.push((key, value)),
             Err(problem) => return wrong(format!("the number in `{setting}` is {problem}")),
         }
     }

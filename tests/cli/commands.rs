@@ -352,6 +352,14 @@ fn numbers_too_small_for_a_float_are_refused() {
     assert!(fixture.said("config --set optimizer.weight_decay=0.0").contains("weight_decay = 0.0"));
 }
 
+/// Regression: the last one counted.
+#[test]
+fn a_setting_of_adapters_is_given_once() {
+    let fixture = CliFixture::empty();
+    fixture.assert_refused("config --lora 16,r=8", &["--lora: `r=8` sets `lora.r` again"]);
+    fixture.assert_refused("config --lora 16,alpha=1,alpha=2", &["`alpha=2` sets `lora.alpha` again"]);
+}
+
 /// Regression: such a model was looked up on the Hub.
 #[test]
 fn a_broken_link_is_named_as_one() {

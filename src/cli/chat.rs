@@ -100,11 +100,11 @@ fn converse(chat: &mut Chat, speaker: &mut ChatResponder<'_>, editor: &mut Optio
             "/system" => begin(chat, Some(rest).filter(|text| !text.is_empty())),
             "/save" if rest.is_empty() => print_notice("`/save` needs a file name"),
             "/save" => match save(chat, rest) {
-                Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.len())),
+                Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.messages.len())),
                 Err(error) => print_notice(&error.to_string()),
             },
             "/regenerate" if chat.history.last_answer().is_some() => {
-                chat.history.pop();
+                chat.history.messages.pop();
                 speaker.sampling.seed = speaker.sampling.seed.wrapping_add(1);
                 speaker.reply(chat, before)?;
             }
@@ -147,7 +147,7 @@ fn next_message(editor: &mut Option<MessageEditor>) -> Result<Option<String>> {
 
 /// Restarts the conversation.
 fn begin(chat: &mut Chat, system: Option<&str>) {
-    chat.history.clear();
+    chat.history.messages.clear();
     if let Some(text) = system {
         chat.history.push("system", text);
     }

@@ -170,7 +170,7 @@ impl ChatFormat {
 
     fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
         let template = TemplateSandbox::new(source, origin, tokens)?;
-        if template.has_generation_blocks() {
+        if template.template.has_generation_blocks {
             return Ok((
                 "the template's generation blocks".into(),
                 ChatRenderer { template, masking_template: None, has_mask: true, is_harmony: false },

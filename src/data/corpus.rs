@@ -171,7 +171,7 @@ impl<'a> DatasetBuilder<'a> {
             if let Example::Sample(Sample::Conversation { conversation: mut prompt, variables, .. }) = example
                 && let Some(answer) = prompt.last_answer()
             {
-                prompt.pop();
+                prompt.messages.pop();
                 examples.push(EvalExample { prompt, variables, answer });
             }
             Ok(())

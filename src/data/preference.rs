@@ -136,7 +136,7 @@ impl Part {
         if let Self::Messages(answer) = answer {
             messages.extend(answer);
         }
-        let conversation = Conversation::from_messages(messages);
+        let conversation = Conversation { messages };
         if !conversation.has_answer(prompt) {
             return Err(format!("`{name}` contains no message with the role `assistant`"));
         }
@@ -153,7 +153,7 @@ pub(super) fn prompt(row: &Value, name: &str, variables: Option<Value>) -> Resul
     let found = Part::read(row, name).transpose().or_else(|| Part::read(row, "messages").transpose());
     match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row) {
         Part::Text(text) => Ok(Prompt::Text(text)),
-        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation::from_messages(messages), variables)),
+        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation { messages }, variables)),
     }
 }
 

@@ -21,7 +21,7 @@ use super::jinja_python::entries;
 use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
 use super::samples::SampleKind;
-use super::template::{Conversation, Rendered};
+use super::template::{Conversation, Rendered, is_answer};
 use crate::settings::Heading::Text;
 use crate::settings::settings;
 use crate::{Error, Result};
@@ -460,7 +460,7 @@ fn messages(row: &Value, name: &str) -> Result<Conversation, String> {
     if messages.is_empty() {
         return Err(format!("`{name}` contains no message"));
     }
-    Ok(Conversation::from_messages(fields::with_system(row, messages)))
+    Ok(Conversation { messages: fields::with_system(row, messages) })
 }
 
 /// Whether a message counts in the loss by its `weight`, as in OpenAI's format, or `train`, as in axolotl's.
@@ -478,8 +478,6 @@ fn in_loss(message: &Value) -> Result<bool, String> {
 
 /// Whether each answer of a conversation counts in the loss.
 fn answers_in_loss(conversation: &Conversation) -> Result<Vec<bool>, String> {
-    let answers = conversation.messages().iter().enumerate();
-    let answers =
-        answers.filter(|(_, message)| field(message, "role").is_some_and(|role| role.as_str() == Some("assistant")));
+    let answers = conversation.messages.iter().enumerate().filter(|(_, message)| is_answer(message));
     answers.map(|(at, message)| in_loss(message).map_err(|problem| format!("message {}: {problem}", at + 1))).collect()
 }

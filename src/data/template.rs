@@ -34,7 +34,8 @@ const DAY: [(&str, &str); 5] = [("%Y", "2025"), ("%m", "08"), ("%d", "05"), ("%B
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Conversation {
-    pub(super) messages: Vec<Value>,
+    /// The messages.
+    pub messages: Vec<Value>,
 }
 
 impl Conversation {
@@ -43,11 +44,6 @@ impl Conversation {
         let read = read_json(text).map_err(|error| error.to_string());
         let messages = read.and_then(|read| Vec::deserialize(read).map_err(|error| error.to_string()));
         Ok(Self { messages: messages.map_err(|error| Error::data("a conversation", error))? })
-    }
-
-    /// A conversation with these messages.
-    pub(super) fn from_messages(messages: Vec<Value>) -> Self {
-        Self { messages }
     }
 
     /// A conversation with the first `count` messages.
@@ -71,20 +67,10 @@ impl Conversation {
         self.messages.push(context! { role, content });
     }
 
-    /// Removes the last message.
-    pub fn pop(&mut self) {
-        self.messages.pop();
-    }
-
     /// The content of the last message, if it is the assistant's.
     pub fn last_answer(&self) -> Option<String> {
-        let last = self.messages.last()?;
-        let of = |key: &str| Some(last.get_attr(key).ok()?.as_str()?.to_owned());
-        of("content").filter(|_| of("role").is_some_and(|role| role == "assistant"))
-    }
-
-    pub(super) fn messages(&self) -> &[Value] {
-        &self.messages
+        let last = self.messages.last().filter(|message| is_answer(message))?;
+        Some(last.get_attr("content").ok()?.as_str()?.to_owned())
     }
 
     /// The names of the functions that its messages call.
@@ -95,21 +81,6 @@ impl Conversation {
             Some(function.get_attr("name").ok()?.as_str()?.to_owned())
         };
         calls.flatten().filter_map(name).collect()
-    }
-
-    /// Removes all messages.
-    pub fn clear(&mut self) {
-        self.messages.clear();
-    }
-
-    /// The number of messages.
-    pub fn len(&self) -> usize {
-        self.messages.len()
-    }
-
-    /// Whether there are no messages.
-    pub fn is_empty(&self) -> bool {
-        self.messages.is_empty()
     }
 
     /// A JSON array of the messages.
@@ -153,7 +124,7 @@ pub struct Template {
     environment: Environment<'static>,
     origin: String,
     tokens: TemplateTokens,
-    has_generation_blocks: bool,
+    pub(super) has_generation_blocks: bool,
 }
 
 impl Template {
@@ -181,10 +152,6 @@ impl Template {
         let has_generation_blocks = source.contains(GENERATION_MARKERS);
         environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;
         Ok(Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks })
-    }
-
-    pub(super) fn has_generation_blocks(&self) -> bool {
-        self.has_generation_blocks
     }
 
     /// Converts `conversation` to text; `variables` is an object with further variables, such as `tools`.
@@ -224,7 +191,7 @@ impl Template {
     }
 }
 
-fn is_answer(message: &Value) -> bool {
+pub(super) fn is_answer(message: &Value) -> bool {
     field(message, "role").is_some_and(|role| role.as_str() == Some("assistant"))
 }
 

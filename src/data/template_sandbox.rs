@@ -44,7 +44,7 @@ type Response = std::result::Result<Rendered, String>;
 /// conversation.
 #[derive(Debug)]
 pub struct TemplateSandbox {
-    template: Template,
+    pub(super) template: Template,
     setup: TemplateSetup,
     worker: Mutex<Option<Worker>>,
 }
@@ -69,10 +69,6 @@ impl TemplateSandbox {
         let template = Template::new(source, origin, tokens.clone())?;
         let setup = TemplateSetup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
         Ok(Self { template, setup, worker: Mutex::new(None) })
-    }
-
-    pub(super) fn has_generation_blocks(&self) -> bool {
-        self.template.has_generation_blocks()
     }
 
     /// Like [`Template::render`].

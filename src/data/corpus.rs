@@ -49,11 +49,16 @@ pub struct Dataset {
 
 /// Loads data sets, keeping tokens and downloads in a folder.
 pub struct DatasetBuilder<'a> {
-    folder: PathBuf,
-    options: DatasetOptions,
-    held_out: f64,
-    downloader: Option<&'a mut dyn Downloader>,
-    report: Option<&'a mut dyn FnMut(LoadEvent)>,
+    /// The folder of token files.
+    pub folder: PathBuf,
+    /// How files are read.
+    pub options: DatasetOptions,
+    /// The share of a corpus that validates without validation data.
+    pub held_out: f64,
+    /// Downloads missing files.
+    pub downloader: Option<&'a mut dyn Downloader>,
+    /// Receives progress and notices.
+    pub report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
 
 /// One tokenized source.
@@ -90,38 +95,11 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
     (count > 0 && bytes > 0).then(|| bytes as f64 / count as f64)
 }
 
-impl<'a> DatasetBuilder<'a> {
+impl DatasetBuilder<'_> {
     /// A loader that keeps its files in `folder`.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         let options = DatasetOptions::default();
         Self { folder: folder.into(), options, held_out: HELD_OUT, downloader: None, report: None }
-    }
-
-    /// Sets the share of a corpus that validates without validation data.
-    pub fn hold_out(&mut self, held_out: f64) -> &mut Self {
-        self.held_out = held_out;
-        self
-    }
-
-    /// Sets how files are read.
-    #[must_use]
-    pub fn options(mut self, options: DatasetOptions) -> Self {
-        self.options = options;
-        self
-    }
-
-    /// Sets the downloader for missing files.
-    #[must_use]
-    pub fn downloader(mut self, downloader: &'a mut dyn Downloader) -> Self {
-        self.downloader = Some(downloader);
-        self
-    }
-
-    /// Sets the callback for progress and notices.
-    #[must_use]
-    pub fn report_to(mut self, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
-        self.report = Some(report);
-        self
     }
 
     /// Reads and tokenizes `source`; validation is `validation`, or the share held out from tokens or samples without one.
@@ -395,7 +373,9 @@ mod tests {
         });
         let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
         let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
-        let error = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer).unwrap_err();
+        let error = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) }
+            .load(&source, None, &tokenizer)
+            .unwrap_err();
         assert!(error.to_string().contains("2 samples have no tokens"), "{error}");
     }
 
@@ -406,7 +386,7 @@ mod tests {
         let tokenizer = Tokenizer::byte();
         let refused = || {
             let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
-            let set = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer);
+            let set = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) }.load(&source, None, &tokenizer);
             set.unwrap_err().to_string().contains("contains text, but needs pairs")
         };
         assert!(refused());
@@ -425,7 +405,8 @@ mod tests {
             let template = "{{ bos_token }}{% generation %}{{ messages[0].content }}{% endgeneration %}";
             let options =
                 DatasetOptions { chat: ChatFormat::new(template, "model", &tokens), ..DatasetOptions::default() };
-            let loaded = DatasetBuilder::new(folder.path()).options(options).load_unsplit(&source, &tokenizer);
+            let loaded =
+                DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) }.load_unsplit(&source, &tokenizer);
             let mut ids = [0];
             loaded.unwrap().0.read(0, &mut ids);
             ids[0]

@@ -359,7 +359,7 @@ pub fn datasets(
     let sets = config.sources()?;
     let all: Vec<&DataSource> = sets.iter().map(|(source, _)| source).chain(&validation).collect();
     with_loader(&all, options, report, |loader| {
-        loader.hold_out(held_out.unwrap_or_default());
+        loader.held_out = held_out.unwrap_or_default();
         let sets = sets.iter();
         sets.map(|(source, share)| Ok((loader.load(source, validation.as_ref(), tokenizer)?, *share))).collect()
     })
@@ -461,7 +461,9 @@ fn with_loader<T>(
     let tell = |event: LoadEvent| (report.borrow_mut())(SetupEvent::Load(event));
     let (mut downloading, mut loading) = (tell, tell);
     let mut hub = Hub::new(settings).report_to(&mut downloading);
-    let loaded = load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
+    let builder = DatasetBuilder::new(folder);
+    let mut builder = DatasetBuilder { options, downloader: Some(&mut hub), report: Some(&mut loading), ..builder };
+    let loaded = load(&mut builder)?;
     if let Some(remote) = remote {
         note_cached_copy(network_error, &remote.to_string(), *report.borrow_mut());
     }

@@ -130,7 +130,7 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let chats = source(&fixture, "chats.jsonl", chat);
     let trained = TrainedModel::open(fixture.folder(), None).unwrap();
     let chat = |trained: &TrainedModel| {
-        let mut loader = DatasetBuilder::new(fixture.folder()).options(trained.dataset_options());
+        let mut loader = DatasetBuilder { options: trained.dataset_options(), ..DatasetBuilder::new(fixture.folder()) };
         ids(&loader.load_unsplit(&chats, &trained.tokenizer).unwrap().0)
     };
     // The model has no template, so the plain one begins with the token.

@@ -36,7 +36,8 @@ fn file(folder: &Path, name: &str, content: &str) -> DataSource {
 fn load(folder: &Path, source: &DataSource, val: Option<&DataSource>) -> (Result<Dataset>, Vec<LoadEvent>) {
     let mut events = Vec::new();
     let mut report = |event| events.push(event);
-    let loaded = DatasetBuilder::new(folder).report_to(&mut report).load(source, val, &Tokenizer::byte());
+    let mut builder = DatasetBuilder { report: Some(&mut report), ..DatasetBuilder::new(folder) };
+    let loaded = builder.load(source, val, &Tokenizer::byte());
     (loaded, events)
 }
 
@@ -129,7 +130,7 @@ fn what_is_learned_of_a_conversation_is_what_was_asked_for() {
         (LossOn::All, vec![text]),
     ] {
         let options = DatasetOptions { loss_on, ..DatasetOptions::default() };
-        let mut loader = DatasetBuilder::new(folder.path()).options(options);
+        let mut loader = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) };
         let (tokens, _) = loader.load_unsplit(&source, &Tokenizer::byte()).unwrap();
         let (ids, targets) = (ids(&tokens), targets(&tokens));
         assert_eq!(Tokenizer::byte().decode(&ids).unwrap(), text.replace("<|endoftext|>", ""));
@@ -251,7 +252,7 @@ fn files_of_the_hub_are_fetched_and_read_by_their_name() {
     file(folder.path(), "blob", "{\"text\": \"from afar\"}\n{\"text\": \"x\"}");
     let mut hub = OneFile(folder.path().join("blob"), 0);
     let source: DataSource = "hf://datasets/o/n/d/f.jsonl".parse().unwrap();
-    let mut loader = DatasetBuilder::new(folder.path()).downloader(&mut hub);
+    let mut loader = DatasetBuilder { downloader: Some(&mut hub), ..DatasetBuilder::new(folder.path()) };
     let data = loader.load(&source, None, &Tokenizer::byte()).unwrap();
     assert_eq!(ids(&data.train)[..9], bytes("from afar"));
     assert_eq!(hub.1, 1);
@@ -306,7 +307,8 @@ fn a_text_that_changes_while_it_is_read_is_refused_and_not_kept() {
     let source = file(folder.path(), "a.txt", "what was hashed");
     let DataSource::Path(path) = &source else { panic!() };
     let mut rewrite = |_| fs::write(path, "something else ").unwrap();
-    let loaded = DatasetBuilder::new(folder.path()).report_to(&mut rewrite).load(&source, None, &Tokenizer::byte());
+    let mut builder = DatasetBuilder { report: Some(&mut rewrite), ..DatasetBuilder::new(folder.path()) };
+    let loaded = builder.load(&source, None, &Tokenizer::byte());
     assert!(loaded.unwrap_err().to_string().contains("the text changed while it was being read"));
     assert!(token_files(folder.path()).is_empty());
     let data = load(folder.path(), &source, None).0.unwrap();

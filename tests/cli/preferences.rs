@@ -19,7 +19,7 @@ fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetu
     let path = folder.join(name);
     fs::write(&path, content).unwrap();
     let options = DatasetOptions { samples, ..DatasetOptions::default() };
-    DatasetBuilder::new(folder).options(options).load(&DataSource::Path(path), None, &Tokenizer::byte())
+    DatasetBuilder { options, ..DatasetBuilder::new(folder) }.load(&DataSource::Path(path), None, &Tokenizer::byte())
 }
 
 fn refusal(name: &str, content: &str, samples: SampleKind) -> String {
@@ -170,7 +170,7 @@ fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
     }
     let folder = tempfile::tempdir().unwrap();
     let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
-    let mut loader = DatasetBuilder::new(folder.path()).options(options);
+    let mut loader = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) };
     let message = loader.load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap_err().to_string();
     assert!(message.contains("grammar: contains text, but needs pairs"), "{message}");
     // Rows may have the fields of both.
@@ -196,7 +196,7 @@ fn the_built_in_pairs_prefer_a_form() {
     let folder = tempfile::tempdir().unwrap();
     let sources: [DataSource; 2] = ["preferences", "preferences-held-back"].map(|name| name.parse().unwrap());
     let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
-    let mut loader = DatasetBuilder::new(folder.path()).options(options);
+    let mut loader = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) };
     let data = loader.load(&sources[0], Some(&sources[1]), &Tokenizer::byte()).unwrap();
     let chosen = |text: &str| text.starts_with(" The ") && text.contains(" is in drawer ");
     let (mut right, mut wrong) = (0, 0);

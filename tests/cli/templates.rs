@@ -123,8 +123,9 @@ fn trained(folder: &Path, tokenizer: &Tokenizer, case: &Value, chat: ChatFormat)
     }
     std::fs::write(&path, row.to_string()).unwrap();
     let options = DatasetOptions { chat, loss_on: LossOn::Answers, ..DatasetOptions::default() };
-    let (source, _) =
-        DatasetBuilder::new(folder).options(options).load_unsplit(&DataSource::Path(path), tokenizer).unwrap();
+    let (source, _) = DatasetBuilder { options, ..DatasetBuilder::new(folder) }
+        .load_unsplit(&DataSource::Path(path), tokenizer)
+        .unwrap();
     let (mut ids, mut targets) = (vec![0; source.len()], vec![0; source.len()]);
     source.read(0, &mut ids);
     source.read_labels(0, &mut targets);

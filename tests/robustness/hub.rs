@@ -647,7 +647,11 @@ fn a_whole_data_set_is_its_files_for_training() {
                 notices.push(text);
             }
         };
-        let mut loader = DatasetBuilder::new(server.cache()).downloader(&mut hub).report_to(&mut report);
+        let mut loader = DatasetBuilder {
+            downloader: Some(&mut hub),
+            report: Some(&mut report),
+            ..DatasetBuilder::new(server.cache())
+        };
         let (tokens, _) = loader.load_unsplit(&source, &Tokenizer::byte())?;
         Ok::<_, Error>((tokens.len(), notices))
     };

@@ -66,7 +66,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                 report["steps_per_epoch"] = steps.into();
                 format!("{}\n", sanitize_line(&report.to_string()))
             } else {
-                let sets = sets.iter().zip(loader.mixture().sets());
+                let sets = sets.iter().zip(loader.mixture.sets());
                 let sets: String = sets.map(|(set, index)| as_text(set, index, &config)).collect();
                 format!("{sets}steps per epoch   {steps}\nvalidation        {validation}\n")
             }
@@ -88,7 +88,7 @@ fn as_text((heading, preview): &(String, DatasetPreview), index: &SequenceIndex,
     let DatasetPreview { stats, rows, seq_len, .. } = preview;
     let filled = 100.0 * index.inputs() as f64 / (rows * *seq_len as u64).max(1) as f64;
     // A batch of samples is only as wide as they are.
-    let rows = if index.kind() != DatasetKind::Text && !config.train.packing {
+    let rows = if index.tokens.kind() != DatasetKind::Text && !config.train.packing {
         format!("{rows}, of up to {seq_len} tokens")
     } else {
         format!("{rows} of {seq_len} tokens, {filled:.1} % filled")
@@ -147,7 +147,7 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<Loaded> {
     let (training, validation) = rows(&config, &data)?;
     let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
     let preview = |(index, (name, (_, share))): (&SequenceIndex, (&DataSource, &(_, f64)))| {
-        let chat = (index.kind() == DatasetKind::Conversational).then_some(&chat);
+        let chat = (index.tokens.kind() == DatasetKind::Conversational).then_some(&chat);
         let name = sanitize_line(&name.to_string()).into_owned();
         let heading =
             if data.len() == 1 { String::new() } else { format!("{name}: {:.1} % of the tokens\n", 100.0 * share) };
@@ -159,8 +159,8 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<Loaded> {
     let validation = match validation {
         Ok(None) => "none".to_owned(),
         Ok(Some(mixture)) => {
-            let stats = mixture.sets().map(SequenceIndex::stats);
-            let what = if mixture.sets().any(|set| set.stats().pairs.is_some()) { "pair" } else { "sample" };
+            let stats = mixture.sets().map(|set| set.stats);
+            let what = if mixture.sets().any(|set| set.stats.pairs.is_some()) { "pair" } else { "sample" };
             let [samples, loss_tokens] =
                 stats.fold([0; 2], |[samples, tokens], stats| [samples + stats.samples, tokens + stats.loss_tokens]);
             format!("{} with {loss_tokens} loss tokens ({})", counted(samples, what), sanitize_line(origin))

@@ -79,6 +79,11 @@ impl Batch {
         Self { inputs, labels, batch_size, seq_len, ..Self::default() }
     }
 
+    /// An empty batch of `groups` groups.
+    fn of_groups(mixture: &Mixture, groups: usize) -> Self {
+        Self::new(groups * mixture.any().group_rows(), mixture.any().seq_len)
+    }
+
     /// A batch of `rows` rows of completions, as wide as the longest one needs and at most `seq_len`.
     pub fn of_completions(completions: &[SampledRow<'_>], rows: usize, seq_len: usize) -> Self {
         let longest = completions.iter().map(|it| it.prompt.len() + it.ids.len() - 1).max().unwrap_or(0);
@@ -118,7 +123,7 @@ impl Batch {
         self.sequences.clear();
         self.row_lens.clear();
         self.document_starts.clear();
-        if mixture.is_packed() {
+        if mixture.any().is_packed() {
             // Each token of padding is a document, so that its position does not count as that of a long one.
             self.document_starts.extend((0..self.batch_size * seq_len).map(|at| (at % seq_len) as u32));
         }
@@ -168,7 +173,7 @@ fn is_zero(number: &u64) -> bool {
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
 #[derive(Clone, Debug)]
 pub struct BatchLoader {
-    mixture: Mixture,
+    pub(crate) mixture: Mixture,
     batch_size: usize,
     seed: u64,
     position: DataPosition,
@@ -194,13 +199,8 @@ impl BatchLoader {
     /// A loader of the rows of one data set or of several, at the start of epoch 0.
     pub fn from_index(rows: impl Into<Mixture>, batch_size: usize, seed: u64) -> Result<Self> {
         let mixture = rows.into();
-        check_shape(batch_size, mixture.seq_len())?;
+        check_shape(batch_size, mixture.any().seq_len)?;
         Ok(Self { mixture, batch_size, seed, position: DataPosition::default(), bucket: LengthBucket::default() })
-    }
-
-    /// Its rows.
-    pub fn mixture(&self) -> &Mixture {
-        &self.mixture
     }
 
     /// The start of the next batch.
@@ -222,17 +222,17 @@ impl BatchLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size * self.mixture.group_rows(), self.mixture.seq_len())
+        Batch::of_groups(&self.mixture, self.batch_size)
     }
 
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.any().group_rows());
         let DataPosition { epoch, row, sorted_for: began_with } = self.position;
         let rows = self.rows_per_epoch();
         let mut end = (row + self.batch_size as u64).min(rows);
         let mut sorted_for = 0;
-        if self.mixture.is_ragged() && !self.mixture.is_packed() {
+        if self.mixture.is_ragged() && !self.mixture.any().is_packed() {
             sorted_for = if row == 0 || began_with == 0 { self.batch_size as u64 } else { began_with };
             // The bucket consists of whole batches.
             let stretch = BUCKET_ROWS.next_multiple_of(sorted_for);
@@ -312,7 +312,7 @@ impl BatchLoader {
 
     /// Labels per epoch.
     pub fn tokens_per_epoch(&self) -> u64 {
-        self.mixture.per_epoch(|index| index.stats().loss_tokens)
+        self.mixture.per_epoch(|index| index.stats.loss_tokens)
     }
 }
 
@@ -342,7 +342,7 @@ impl EvalLoader {
     /// Batches over the rows of one data set or of several, at most `max_batches` of them.
     pub fn from_index(rows: impl Into<Mixture>, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
         let mixture = rows.into();
-        check_shape(batch_size, mixture.seq_len())?;
+        check_shape(batch_size, mixture.any().seq_len)?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
         let groups = mixture.in_order(limit);
         Ok(Self { mixture, groups, batch_size, read: 0 })
@@ -350,12 +350,12 @@ impl EvalLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size * self.mixture.group_rows(), self.mixture.seq_len())
+        Batch::of_groups(&self.mixture, self.batch_size)
     }
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.any().group_rows());
         if self.read == self.groups.len() {
             return false;
         }

@@ -76,22 +76,8 @@ impl Mixture {
     }
 
     /// Any set's rows, for the facts that all share.
-    fn any(&self) -> &SequenceIndex {
+    pub(super) fn any(&self) -> &SequenceIndex {
         &self.sets[0].index
-    }
-
-    /// Tokens in a row.
-    pub(super) fn seq_len(&self) -> usize {
-        self.any().seq_len
-    }
-
-    pub(super) fn group_rows(&self) -> usize {
-        self.any().group_rows()
-    }
-
-    /// Whether a row may hold several documents.
-    pub(super) fn is_packed(&self) -> bool {
-        self.any().is_packed()
     }
 
     /// Whether rows differ in length.

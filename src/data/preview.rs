@@ -37,7 +37,7 @@ impl DatasetPreview {
         chat: Option<&ChatFormat>,
     ) -> Result<Self> {
         let Some(sides) = index.sample(number) else {
-            let message = format!("the data has {}, counted from 1", counted(index.stats().samples, "sample"));
+            let message = format!("the data has {}, counted from 1", counted(index.stats.samples, "sample"));
             return Err(Error::config("--sample", message));
         };
         index.tokens.check()?;
@@ -48,7 +48,7 @@ impl DatasetPreview {
         let pieces = |tokens: &Vec<(u32, bool)>| tokens.chunk_by(|a, b| a.1 == b.1).map(piece).collect();
         let sides = sides.iter().map(pieces).collect::<Result<_>>()?;
         Ok(Self {
-            stats: index.stats(),
+            stats: index.stats,
             rows: index.rows(),
             seq_len: index.seq_len,
             marked_by: chat.map(|chat| chat.name().to_owned()),

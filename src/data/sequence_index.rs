@@ -6,7 +6,6 @@
 //! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it. The
 //! chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole groups.
 
-use super::cache::DatasetKind;
 use super::samples::{SampleKind, SequenceRole};
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
@@ -88,10 +87,11 @@ impl TokenSpan {
 /// The rows of a set of tokens.
 #[derive(Clone, Debug)]
 pub struct SequenceIndex {
-    pub(super) tokens: TokenSource,
+    pub(crate) tokens: TokenSource,
     pub(super) seq_len: usize,
     rows: RowSpans,
-    stats: DatasetStats,
+    /// The counts of the rows.
+    pub stats: DatasetStats,
 }
 
 #[derive(Clone, Debug)]
@@ -216,11 +216,6 @@ impl SequenceIndex {
         Ok(Self { tokens, seq_len, rows, stats })
     }
 
-    /// The counts of the rows.
-    pub fn stats(&self) -> DatasetStats {
-        self.stats
-    }
-
     /// The number of rows.
     pub fn rows(&self) -> u64 {
         match &self.rows {
@@ -273,11 +268,6 @@ impl SequenceIndex {
             }
         };
         one.into_iter().chain(several.iter().copied())
-    }
-
-    /// The kind of the documents.
-    pub fn kind(&self) -> DatasetKind {
-        self.tokens.kind()
     }
 
     /// The tokens of a sample, or of the first one in the rows, each with whether it is in the loss; a pair has two such
@@ -394,7 +384,7 @@ mod tests {
             skipped: 2,
             ..DatasetStats::default()
         };
-        assert_eq!(index.stats(), stats);
+        assert_eq!(index.stats, stats);
         let message = SequenceIndex::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
         assert!(message.contains("a.jsonl: no loss tokens: 2 of 2 samples are longer than `--seq-len 8`"), "{message}");
     }
@@ -418,7 +408,7 @@ mod tests {
         let index = SequenceIndex::new(tokens.clone(), 8, false, "x").unwrap();
         assert_eq!(lens(&index), [vec![3], vec![2], vec![8], vec![4], vec![8], vec![8]]);
         assert_eq!((index.groups(), index.group_rows(), index.group_len(1)), (3, 2, 8));
-        let stats = index.stats();
+        let stats = index.stats;
         assert_eq!((stats.samples, stats.truncated, stats.skipped, stats.loss_tokens), (5, 3, 1, 13));
         let expected =
             PairStats { loss_tokens: [9, 4], longest: [6, 2], longer: [2, 0], equally_long: 1, identical: 1 };
@@ -438,7 +428,7 @@ mod tests {
         let tokens = |samples: &[_]| TokenSource::from_kind(samples, SampleKind::Prompt, &[]);
         let index = SequenceIndex::new(tokens(&[sample(3, 20), sample(9, 2), sample(8, 1)]), 8, false, "x").unwrap();
         assert_eq!(lens(&index), [vec![22], vec![8]]);
-        let DatasetStats { truncated, skipped, loss_tokens, .. } = index.stats();
+        let DatasetStats { truncated, skipped, loss_tokens, .. } = index.stats;
         assert_eq!((truncated, skipped, loss_tokens), (0, 1, 21));
         assert_eq!(index.sample(Some(1)).unwrap(), [sample(3, 20)]);
         let mut loader = BatchLoader::from_index(index, 2, 1).unwrap();

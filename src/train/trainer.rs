@@ -206,16 +206,16 @@ impl Trainer {
         let train = &config.train;
         let (training, validation) = setup::rows(&config, &datasets)?;
         let loader = BatchLoader::from_index(training, train.batch_size, config.seed)?;
-        let is_chat = |index: &SequenceIndex| index.kind() == DatasetKind::Conversational;
-        let chats = loader.mixture().sets().any(is_chat);
+        let is_chat = |index: &SequenceIndex| index.tokens.kind() == DatasetKind::Conversational;
+        let chats = loader.mixture.sets().any(is_chat);
         let format = setup::dataset_options(&config, &chat, &source.tokenizer).chat;
-        for index in loader.mixture().sets().filter(|index| index.kind() != DatasetKind::Text) {
+        for index in loader.mixture.sets().filter(|index| index.tokens.kind() != DatasetKind::Text) {
             let preview = DatasetPreview::new(index, None, &source.tokenizer, is_chat(index).then_some(&format))?;
             report(SetupEvent::Preview(Box::new(preview)));
         }
         let (rows, limit) = match validation? {
             Some(rows) => (rows, (train.eval_batches > 0).then_some(train.eval_batches)),
-            None => (loader.mixture().clone(), Some(0)),
+            None => (loader.mixture.clone(), Some(0)),
         };
         let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
         let mut aux_files = source.aux_files;
@@ -229,7 +229,7 @@ impl Trainer {
         let stop_token_ids = aux_files.stop_token_ids(&source.spec, &source.tokenizer)?;
         let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone(), setup::take_rows(&mut datasets))?;
         if let Some(rollouts) = &rollouts {
-            let prompts = EvalLoader::from_index(loader.mixture().clone(), 1, None)?;
+            let prompts = EvalLoader::from_index(loader.mixture.clone(), 1, None)?;
             rollouts.check_answers(&source.tokenizer, prompts, "the training data")?;
             rollouts.check_answers(&source.tokenizer, eval.clone(), "the validation data")?;
         }
@@ -432,7 +432,7 @@ impl Trainer {
             total_steps: self.total_steps,
             best: self.progress.best,
             checkpoint: self.progress.checkpoint.clone(),
-            chats: self.loader.mixture().sets().any(|index| index.kind() == DatasetKind::Conversational),
+            chats: self.loader.mixture.sets().any(|index| index.tokens.kind() == DatasetKind::Conversational),
             length: match train.steps {
                 Some(steps) => ("--steps", steps as f64),
                 None => ("--epochs", train.epochs.unwrap_or(1.0)),

@@ -122,7 +122,7 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let mut inputs = vec![0; 3];
     tokens.read_inputs(2, &mut inputs);
     assert_eq!(inputs, [BOS, 2, eos]);
-    assert_eq!(SequenceIndex::new(tokens, 4, false, "rows").unwrap().stats().loss_tokens, 9);
+    assert_eq!(SequenceIndex::new(tokens, 4, false, "rows").unwrap().stats.loss_tokens, 9);
 
     let prompts = source(&fixture, "prompts.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
     assert_eq!(ids(&load(&prompts, &bos)), [BOS, 0, 1, eos]);

@@ -326,19 +326,6 @@ pub struct EvalLoader {
 }
 
 impl EvalLoader {
-    /// Batches over `tokens`, at most `max_batches` of them, without packing. Fails if there is not one label.
-    pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, max_batches: Option<u64>) -> Result<Self> {
-        check_shape(batch_size, seq_len)?;
-        let origin = "validation data";
-        let index = if tokens.is_samples() {
-            SequenceIndex::new(tokens, seq_len, false, origin)?
-        } else {
-            tokens.require(1, origin)?;
-            SequenceIndex::of_text(tokens, seq_len, false)
-        };
-        Self::from_index(index, batch_size, max_batches)
-    }
-
     /// Batches over the rows of one data set or of several, at most `max_batches` of them.
     pub fn from_index(rows: impl Into<Mixture>, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
         let mixture = rows.into();
@@ -457,7 +444,8 @@ mod tests {
 
         #[test]
         fn evaluation_reads_in_order_and_everything(len in 2usize..300, batch_size in 1usize..5, seq_len in 1usize..20) {
-            let mut eval = EvalLoader::new(numbered(len), batch_size, seq_len, None).unwrap();
+            let index = SequenceIndex::of_text(numbered(len), seq_len, false);
+            let mut eval = EvalLoader::from_index(index, batch_size, None).unwrap();
             let mut batch = Batch::new(batch_size, seq_len);
             let expected: Vec<u32> = (1..len as u32).collect();
             for _ in 0..2 {
@@ -529,7 +517,8 @@ mod tests {
         seen.sort_unstable();
         assert_eq!(seen, (0..24).collect::<Vec<_>>());
         assert_eq!((loader.rows_per_epoch(), loader.batches_per_epoch()), (12, 3));
-        let mut eval = EvalLoader::new(tokens, 5, 32, None).unwrap();
+        let index = SequenceIndex::new(tokens, 32, false, "x").unwrap();
+        let mut eval = EvalLoader::from_index(index, 5, None).unwrap();
         let mut batch = eval.batch();
         assert!(eval.next_batch(&mut batch));
         assert_eq!(
@@ -618,7 +607,8 @@ mod tests {
 
     #[test]
     fn limited_evaluation_stops_early() {
-        let mut eval = EvalLoader::new(numbered(1000), 2, 10, Some(3)).unwrap();
+        let index = SequenceIndex::new(numbered(1000), 10, false, "x").unwrap();
+        let mut eval = EvalLoader::from_index(index, 2, Some(3)).unwrap();
         let mut batch = Batch::new(2, 10);
         assert_eq!(eval.remaining(), 3);
         assert_eq!((0..10).filter(|_| eval.next_batch(&mut batch)).count(), 3);
@@ -636,6 +626,5 @@ mod tests {
         assert!(BatchLoader::new(numbered(100), 0, 10, 0).is_err());
         assert!(BatchLoader::new(numbered(100), 1, 0, 0).is_err());
         assert!(BatchLoader::new(numbered(10), 1, 10, 0).is_err());
-        assert!(EvalLoader::new(numbered(1), 1, 10, None).is_err());
     }
 }

@@ -4,7 +4,7 @@
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
 use super::not_finite;
-use crate::data::{EvalLoader, IGNORE_INDEX, TokenSource};
+use crate::data::{EvalLoader, IGNORE_INDEX, SequenceIndex, TokenSource};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -151,7 +151,8 @@ fn evaluate_samples(
 ) -> Result<Evaluation> {
     let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
     let seq_len = seq_len.min(longest.max(1));
-    let mut batches = EvalLoader::new(tokens.clone(), batch_size, seq_len, None)?;
+    let index = SequenceIndex::new(tokens.clone(), seq_len, false, "validation data")?;
+    let mut batches = EvalLoader::from_index(index, batch_size, None)?;
     let mut batch = batches.batch();
     let shape = (batch.batch_size, seq_len);
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, shape, &weights.device())?;

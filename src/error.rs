@@ -128,6 +128,14 @@ impl Error {
         Self::Engine { message: message.to_string(), backtrace: None }
     }
 
+    /// The message without the origin, which the caller names.
+    pub(crate) fn into_message(self) -> String {
+        match self {
+            Self::Data { message, .. } | Self::Model { message, .. } => message,
+            error => error.to_string(),
+        }
+    }
+
     /// The stack frames of an [`Error::Engine`].
     pub fn backtrace(&self) -> Option<&str> {
         let Self::Engine { backtrace, .. } = self else { return None };

@@ -112,26 +112,34 @@ fn built_in(name: &str) -> Option<String> {
 #[derive(Debug)]
 pub struct ChatFormat {
     /// The template for other programs and `finetune chat`.
-    source: String,
+    pub(crate) source: String,
     /// A description of the source of the marks.
-    name: String,
+    pub name: String,
     /// The state for writing conversations; an error with the reason if none can be written.
     renderer: Result<ChatRenderer, String>,
     /// Whether the template writes answers in parts, once one was rendered.
     writes_parts: OnceLock<bool>,
     origin: String,
-    tokens: TemplateTokens,
+    /// The special tokens that the template may write.
+    pub(super) tokens: TemplateTokens,
 }
 
 #[derive(Debug)]
 struct ChatRenderer {
     /// Renders the text.
     template: TemplateSandbox,
-    /// Produces the same text with marked answers; `None` if `template` marks them or nothing does.
-    masking_template: Option<Template>,
-    has_mask: bool,
-    /// Whether the text shows the answers.
-    is_harmony: bool,
+    mask: Option<Mask>,
+}
+
+/// The source of the answers' ranges.
+#[derive(Debug)]
+enum Mask {
+    /// The template's own blocks.
+    Blocks,
+    /// A template that produces the same text with marked answers.
+    Template(Box<Template>),
+    /// The text, which is in the Harmony format.
+    Text,
 }
 
 impl Default for ChatFormat {
@@ -152,11 +160,13 @@ impl ChatFormat {
 
     /// The format of the template `source`; `origin` is its name in error messages.
     pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Self {
-        let made = Self::choose(source, origin, tokens);
+        let made = TemplateSandbox::new(source, origin, tokens).and_then(|template| {
+            let (name, mask) = choose_mask(&template, tokens)?;
+            Ok((name, ChatRenderer { template, mask }))
+        });
         let (name, renderer) = match made {
             Ok((name, renderer)) => (name, Ok(renderer)),
-            Err(Error::Model { message, .. }) => (String::new(), Err(message)),
-            Err(error) => (String::new(), Err(error.to_string())),
+            Err(error) => (String::new(), Err(error.into_message())),
         };
         Self {
             source: source.to_owned(),
@@ -168,47 +178,9 @@ impl ChatFormat {
         }
     }
 
-    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
-        let template = TemplateSandbox::new(source, origin, tokens)?;
-        if template.template.has_generation_blocks {
-            return Ok((
-                "the template's generation blocks".into(),
-                ChatRenderer { template, masking_template: None, has_mask: true, is_harmony: false },
-            ));
-        }
-        for (name, settings, text) in BUILT_IN {
-            let candidate = Template::new(&format!("{settings}{text}"), name, tokens.clone())?;
-            if agree(&template, &candidate)? {
-                return Ok((
-                    format!("the training template `{name}`"),
-                    ChatRenderer { template, masking_template: Some(candidate), has_mask: true, is_harmony: false },
-                ));
-            }
-        }
-        let probe = template.render(&Conversation::from_json(PROBES[0].0)?, None, false);
-        let is_harmony = probe.is_ok_and(|probe| harmony::is_harmony(&probe.text));
-        let name = if is_harmony { "the messages of the Harmony format" } else { "nothing" };
-        Ok((name.into(), ChatRenderer { template, masking_template: None, has_mask: is_harmony, is_harmony }))
-    }
-
-    /// The template's text.
-    pub fn source(&self) -> &str {
-        &self.source
-    }
-
-    /// A description of the source of the marks.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// All inputs that determine text and marks, except the tokens.
     pub(super) fn key(&self) -> String {
         format!("{} {}", self.name, Digest::of(self.source.as_bytes()).sha256)
-    }
-
-    /// The special tokens that the template may write.
-    pub(super) fn tokens(&self) -> &TemplateTokens {
-        &self.tokens
     }
 
     /// Renders `conversation` up to the start of the next answer.
@@ -221,15 +193,14 @@ impl ChatFormat {
     /// the template fails, with its line; if no block marks its answers; or if the training template writes a different
     /// text.
     pub fn render(&self, conversation: &Conversation, variables: Option<&Value>, unmarked: bool) -> Result<Rendered> {
-        let wrong = |message: String| Error::model(&self.origin, message);
-        let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
+        let wrong = |message: &str| Error::model(&self.origin, message);
+        let renderer = self.renderer.as_ref().map_err(|message| wrong(message))?;
         let renders = |probe: &Conversation| renderer.template.render(probe, None, false);
         // Some templates leave out an answer that is a list.
         if conversation.has_parts() && !self.writes_parts.get_or_init(|| writes(PARTS, renders)) {
             return Err(wrong(
                 "its chat template does not write answers in parts of several types; write the text as `content`, and \
-                 thoughts as `reasoning_content`"
-                    .to_owned(),
+                 thoughts as `reasoning_content`",
             ));
         }
         let own = renderer.template.render(conversation, variables, false);
@@ -240,41 +211,37 @@ impl ChatFormat {
             // The template may refuse these calls for another reason.
             Err(error) if calls.is_empty() || writes(TOOL_CALL, renders) => return Err(error),
             other => {
-                let why = other.err().map_or_else(String::new, |error| match error {
-                    Error::Model { message, .. } => format!(" ({message})"),
-                    error => format!(" ({error})"),
-                });
+                let why = other.err().map_or_else(String::new, |error| format!(" ({})", error.into_message()));
                 let advice = templates_with_calls()?;
-                return Err(wrong(format!("its chat template does not write tool calls{why}; {advice}")));
+                return Err(wrong(&format!("its chat template does not write tool calls{why}; {advice}")));
             }
         };
         if unmarked {
             return Ok(own);
         }
-        if !renderer.has_mask {
-            return Err(wrong(
-                "its chat template has no `{% generation %}` blocks, and no built-in training template produces the \
-                 same text, so assistant turns cannot be located; add `{% generation %}` to a custom template and \
-                 pass it with `--chat-template FILE`, or train on all tokens with `--loss-on all`"
-                    .to_owned(),
-            ));
-        }
-        if renderer.is_harmony {
-            let contents = conversation.messages.iter().chain(variables).map(ToString::to_string);
-            return harmony::marked(own.text, contents).ok_or_else(|| {
-                wrong(
-                    "a message or a tool contains `<|start|>`, which marks messages in the Harmony format; remove it"
-                        .to_owned(),
-                )
-            });
-        }
-        let Some(masking) = &renderer.masking_template else { return Ok(own) };
+        let masking = match &renderer.mask {
+            None => {
+                return Err(wrong(
+                    "its chat template has no `{% generation %}` blocks, and no built-in training template produces the \
+                     same text, so assistant turns cannot be located; add `{% generation %}` to a custom template and \
+                     pass it with `--chat-template FILE`, or train on all tokens with `--loss-on all`",
+                ));
+            }
+            Some(Mask::Text) => {
+                let message =
+                    "a message or a tool contains `<|start|>`, which marks messages in the Harmony format; remove it";
+                let contents = conversation.messages.iter().chain(variables).map(ToString::to_string);
+                return harmony::marked(own.text, contents).ok_or_else(|| wrong(message));
+            }
+            Some(Mask::Blocks) => return Ok(own),
+            Some(Mask::Template(masking)) => masking,
+        };
         let marked = masking.render(conversation, variables, false)?;
         if marked.text != own.text {
             let same = own.text.bytes().zip(marked.text.bytes()).take_while(|(a, b)| a == b).count();
             let from = own.text.floor_char_boundary(same.saturating_sub(20));
             let part = |text: &str| text.chars().skip(own.text[..from].chars().count()).take(60).collect::<String>();
-            return Err(wrong(format!(
+            return Err(wrong(&format!(
                 "its chat template writes {:?} where {}, which locates the answers, writes {:?}; pass a template with \
                  `{{% generation %}}` blocks with `--chat-template FILE`, or train on all tokens with `--loss-on all`",
                 part(&own.text),
@@ -284,6 +251,26 @@ impl ChatFormat {
         }
         Ok(marked)
     }
+}
+
+/// Finds the answers' ranges in the text of `template`, with a description of their source.
+fn choose_mask(template: &TemplateSandbox, tokens: &TemplateTokens) -> Result<(String, Option<Mask>)> {
+    if template.template.has_generation_blocks {
+        return Ok(("the template's generation blocks".into(), Some(Mask::Blocks)));
+    }
+    for (name, settings, text) in BUILT_IN {
+        let candidate = Template::new(&format!("{settings}{text}"), name, tokens.clone())?;
+        if agree(template, &candidate)? {
+            return Ok((format!("the training template `{name}`"), Some(Mask::Template(Box::new(candidate)))));
+        }
+    }
+    let probe = template.render(&Conversation::from_json(PROBES[0].0)?, None, false);
+    Ok(match probe {
+        Ok(probe) if harmony::is_harmony(&probe.text) => {
+            ("the messages of the Harmony format".into(), Some(Mask::Text))
+        }
+        _ => ("nothing".into(), None),
+    })
 }
 
 /// Whether a template writes the word `look_up` of a conversation.

@@ -226,7 +226,7 @@ impl DatasetBuilder<'_> {
         let files = self.files(source)?;
         let key = self.key(&files.documents, tokenizer)?;
         // Runs record the key, which has no special tokens of templates.
-        let name = Digest::of(format!("{key} {:?}", self.options.chat.tokens()).as_bytes()).sha256;
+        let name = Digest::of(format!("{key} {:?}", self.options.chat.tokens).as_bytes()).sha256;
         let path = self.folder.join(format!("{}.tokens", &name[..32]));
         let file = match self.cached(&path) {
             Some(file) => file,

@@ -51,7 +51,7 @@ impl DatasetPreview {
             stats: index.stats,
             rows: index.rows(),
             seq_len: index.seq_len,
-            marked_by: chat.map(|chat| chat.name().to_owned()),
+            marked_by: chat.map(|chat| chat.name.clone()),
             number,
             sides,
         })

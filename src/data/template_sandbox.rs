@@ -143,18 +143,16 @@ fn answer_all() -> std::io::Result<()> {
     let mut lines = std::io::stdin().lock().lines();
     let Some(setup) = lines.next() else { return Ok(()) };
     let TemplateSetup { source, origin, tokens } = serde_json::from_str(&setup?)?;
-    let template = Template::new(&source, &origin, tokens);
+    let template = Template::new(&source, &origin, tokens).map_err(Error::into_message);
     let clock = start_watchdog();
     for line in lines {
         let request = RenderRequest::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
         let RenderRequest { conversation, variables, add_generation_prompt } = request;
         let _ = clock.send(());
-        let rendered = match &template {
-            Ok(template) => template
-                .render(&conversation, variables.as_ref(), add_generation_prompt)
-                .map_err(|error| message(&error)),
-            Err(error) => Err(message(error)),
-        };
+        // The other process adds the origin.
+        let rendered = template.as_ref().map_err(Clone::clone).and_then(|template| {
+            template.render(&conversation, variables.as_ref(), add_generation_prompt).map_err(Error::into_message)
+        });
         let _ = clock.send(());
         send(&rendered)?;
     }
@@ -180,12 +178,4 @@ fn start_watchdog() -> mpsc::Sender<()> {
 
 fn send(answer: &Response) -> std::io::Result<()> {
     write_line(std::io::stdout().lock(), answer)
-}
-
-/// An error's text without its origin, which the other process adds.
-fn message(error: &Error) -> String {
-    match error {
-        Error::Model { message, .. } => message.clone(),
-        error => error.to_string(),
-    }
 }

@@ -26,7 +26,7 @@ impl Chat {
             None => (chat.template.clone(), trained.path.display().to_string()),
         };
         let plain = source.is_none();
-        let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
+        let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source);
         let stop_token_ids = trained.stop_token_ids()?;
         Ok(Self {
             template: TemplateSandbox::new(&source, &origin, &chat.tokens)?,

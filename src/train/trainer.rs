@@ -220,7 +220,7 @@ impl Trainer {
         let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
         let mut aux_files = source.aux_files;
         if chats || chat.template.is_some() {
-            aux_files.insert(CHAT_TEMPLATE, format.source());
+            aux_files.insert(CHAT_TEMPLATE, format.source.as_str());
         }
         let per_epoch = loader.steps_per_epoch(train.grad_accum) * config.objective.iterations();
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);

@@ -164,7 +164,7 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
             let theirs = &result["published"][published];
             let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, &tokens());
             let training = format!("the training template `{name}`");
-            assert_eq!(chat.name(), if name == HARMONY { name } else { &training });
+            assert_eq!(chat.name, if name == HARMONY { name } else { &training });
             match chat.render(&conversation, Some(&variables), false) {
                 Ok(rendered) => {
                     assert_eq!(rendered.text, theirs["text"], "{published}: {case}");
@@ -220,7 +220,7 @@ fn thoughts_and_answers_in_harmony_are_one_answer() {
     let template = "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.thinking %}{{ '<|channel|>analysis<|message|>' + \
         m.thinking + '<|end|><|start|>' + m.role }}{% endif %}{{ '<|channel|>final<|message|>' + m.content + '<|return|>' }}{% endfor %}";
     let chat = ChatFormat::new(template, "model", &tokens());
-    assert_eq!(chat.name(), HARMONY);
+    assert_eq!(chat.name, HARMONY);
     let render = |answer: &str| {
         let answer = json!([say("user", "a"), {"role": "assistant", "thinking": "t", "content": answer}]);
         chat.render(&Conversation::from_json(&answer.to_string()).unwrap(), None, false)
@@ -236,7 +236,7 @@ fn thoughts_and_answers_in_harmony_are_one_answer() {
 #[test]
 fn smollm2s_template_is_known_by_what_it_does() {
     let chat = ChatFormat::new(SMOLLM2, "model", &tokens());
-    assert_eq!(chat.name(), "the training template `smollm2`");
+    assert_eq!(chat.name, "the training template `smollm2`");
     let conversation = Conversation::from_json(&conversations()[1]["messages"].to_string()).unwrap();
     let rendered = chat.render(&conversation, None, false).unwrap();
     let learned: Vec<&str> = rendered.assistant_ranges.into_iter().map(|range| &rendered.text[range]).collect();
@@ -259,7 +259,7 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
         "like",
         &tokens(),
     );
-    assert_eq!(chat.name(), "the training template `chatml`");
+    assert_eq!(chat.name, "the training template `chatml`");
     let conversation =
         Conversation::from_json(r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": "b"}]"#)
             .unwrap();
@@ -307,6 +307,6 @@ fn a_template_that_differs_in_one_role_is_not_taken_for_a_built_in_one() {
         let changed = source.replace("{{- '<|im_start|>' + message.role", &start);
         let name = if role == "none" { "the training template `chatml`" } else { "nothing" };
         assert_ne!(changed, source);
-        assert_eq!(ChatFormat::new(&changed, "like", &tokens()).name(), name, "{role}");
+        assert_eq!(ChatFormat::new(&changed, "like", &tokens()).name, name, "{role}");
     }
 }

@@ -5,8 +5,9 @@
 
 use super::catch_panic::catch_panic;
 use super::format::EXPECTED_FIELDS;
+use super::source::Document;
 use crate::untrusted::subprocess::{self, ExitCause};
-use crate::{Error, untrusted};
+use crate::{Error, Result, untrusted};
 use minijinja::Value;
 use minijinja::value::Serde;
 use parquet::errors::ParquetError;
@@ -30,15 +31,7 @@ const MAX_SECONDS: u64 = 30;
 /// Between two looks at that time.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-type ValueCallback<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
-
-/// Why the rows end early.
-pub(super) enum RowFailure {
-    /// The fault of the file.
-    File(String),
-    /// The error of the callback.
-    Row(Error),
-}
+type ValueCallback<'a> = dyn FnMut(Value) -> Result<()> + 'a;
 
 /// One line between the processes.
 #[derive(Serialize, Deserialize)]
@@ -49,12 +42,12 @@ enum RowMessage {
     End,
 }
 
-/// Passes every row to `row` in the form of a line of JSON, with only the columns in `fields`; with all columns if there
-/// are no `fields`.
-pub(super) fn read(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<(), RowFailure> {
+/// Passes every row of `file` to `row` in the form of a line of JSON, with only the columns in `fields`; with all columns if
+/// there are no `fields`.
+pub(super) fn read(file: &Document, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<()> {
     match subprocess::worker_command(ARGUMENT) {
-        Some(command) => read_in_subprocess(command, path, fields, row),
-        None => read_in_process(path, fields, row),
+        Some(command) => read_in_subprocess(command, file, fields, row),
+        None => read_in_process(&file.path, fields, row, &|message| file.error(message)),
     }
 }
 
@@ -81,44 +74,41 @@ pub fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
         }
         send(&RowMessage::Row(value)).map_err(Error::stdout)
     };
-    let last = match read_in_process(Path::new(path), &fields, &mut row) {
+    let last = match read_in_process(Path::new(path), &fields, &mut row, &|message| Error::data("", message)) {
         Ok(()) => RowMessage::End,
-        Err(RowFailure::File(message)) => RowMessage::Failure(message),
-        // The reader has gone.
-        Err(RowFailure::Row(_)) => return ExitCode::FAILURE,
+        // The other process adds the origin.
+        Err(error) => RowMessage::Failure(error.into_message()),
     };
     if send(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn read_in_subprocess(
     mut command: Command,
-    path: &Path,
+    file: &Document,
     fields: &[&str],
     row: &mut ValueCallback<'_>,
-) -> Result<(), RowFailure> {
-    let file = |message: &str| RowFailure::File(message.to_owned());
-    command.arg(path).args(fields);
-    let mut child = command
-        .spawn()
-        .map_err(|error| RowFailure::File(format!("its reader subprocess could not be started: {error}")))?;
-    let result = child.stdout.take().map_or(Err(file("its reader subprocess could not be started")), |out| {
+) -> Result<()> {
+    const NOT_STARTED: &str = "its reader subprocess could not be started";
+    command.arg(&file.path).args(fields);
+    let mut child = command.spawn().map_err(|error| file.error(format!("{NOT_STARTED}: {error}")))?;
+    let result = child.stdout.take().map_or(Err(file.error(NOT_STARTED)), |out| {
         let mut out = BufReader::with_capacity(1 << 18, out);
         let mut line = Vec::new();
         loop {
             line.clear();
             let read = (&mut out).take(MAX_LINE).read_until(b'\n', &mut line);
             match read.ok().and_then(|_| serde_json::from_slice(&line).ok()) {
-                Some(RowMessage::Row(value)) => row(value).map_err(RowFailure::Row)?,
-                Some(RowMessage::Failure(message)) => return Err(RowFailure::File(message)),
+                Some(RowMessage::Row(value)) => row(value)?,
+                Some(RowMessage::Failure(message)) => return Err(file.error(message)),
                 Some(RowMessage::End) => return Ok(()),
-                None if line.len() as u64 == MAX_LINE => return Err(file("a row is longer than 256 MiB")),
+                None if line.len() as u64 == MAX_LINE => return Err(file.error("a row is longer than 256 MiB")),
                 None => {
                     let why = match subprocess::exit_cause(&mut child) {
                         ExitCause::OutOfMemory => "reading it takes more than 2 GiB of memory".to_owned(),
                         ExitCause::OutOfTime => format!("a row takes more than {MAX_SECONDS} s of processor time"),
                         ExitCause::Otherwise(how) => format!("its process {how}"),
                     };
-                    return Err(RowFailure::File(format!("not a readable Parquet file: {why}")));
+                    return Err(file.error(format!("not a readable Parquet file: {why}")));
                 }
             }
         }
@@ -129,17 +119,23 @@ fn read_in_subprocess(
     result
 }
 
-fn read_in_process(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<(), RowFailure> {
+/// Like [`read`]; `wrong` turns a description of the file's fault into an error.
+fn read_in_process(
+    path: &Path,
+    fields: &[&str],
+    row: &mut ValueCallback<'_>,
+    wrong: &dyn Fn(String) -> Error,
+) -> Result<()> {
     let damaged = |error: ParquetError| {
         let text = error.to_string();
-        RowFailure::File(if text.contains("Disabled feature") {
+        wrong(if text.contains("Disabled feature") {
             "its compression is not supported; write it with Snappy, gzip or Zstandard".to_owned()
         } else {
             // A message about a text that is not UTF-8 has all its bytes.
             format!("not a readable Parquet file: {}", text.split(" Bytes: ").next().unwrap_or(&text))
         })
     };
-    let file = untrusted::open(path).map_err(|error| RowFailure::File(format!("it cannot be read: {error}")))?;
+    let file = untrusted::open(path).map_err(|error| wrong(format!("it cannot be read: {error}")))?;
     let reader = catch_parquet_panic(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
     let every = fields.is_empty();
@@ -147,13 +143,13 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) ->
     let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
     if projection.get_fields().is_empty() {
         let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
-        return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
+        return Err(wrong(format!("its columns are {}; {EXPECTED_FIELDS}", columns.join(", "))));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
     let mut next =
         || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| object(&row, every, |_| true)).transpose());
     while let Some(value) = next().map_err(damaged)? {
-        row(value).map_err(RowFailure::Row)?;
+        row(value)?;
     }
     Ok(())
 }

@@ -186,13 +186,9 @@ impl Document {
 
     fn read_parquet(&self, fields: &[&str], on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut rows = 0;
-        let mut row = |row| {
+        parquet_rows::read(self, fields, &mut |row| {
             rows += 1;
             on_row(RowLocation::Row(rows), row)
-        };
-        parquet_rows::read(&self.path, fields, &mut row).map_err(|error| match error {
-            parquet_rows::RowFailure::File(message) => self.error(message),
-            parquet_rows::RowFailure::Row(error) => error,
         })
     }
 }

@@ -4,6 +4,7 @@
 //! writes something else is started again, and reads the completion a second time.
 
 use crate::data::{entries, read_json};
+use crate::train::config::ObjectiveSection;
 use crate::untrusted::sanitize_line;
 use crate::untrusted::subprocess::{command_of, wait};
 use crate::{Error, Result};
@@ -111,13 +112,8 @@ impl Reward {
     }
 
     /// The rewards of `completions`; `None` for one that is to be dropped. Fails with [`Error::Data`] if the program
-    /// failed and `on_error` is to stop, or if it gave no reward at all.
-    pub(crate) fn score(
-        &mut self,
-        completions: &[Answered],
-        timeout: Duration,
-        on_error: OnRewardError,
-    ) -> Result<Vec<Option<f32>>> {
+    /// failed and `on_reward_error` is to stop, or if it gave no reward at all.
+    pub(crate) fn score(&mut self, completions: &[Answered], settings: &ObjectiveSection) -> Result<Vec<Option<f32>>> {
         let one_if = |yes: bool| f32::from(u8::from(yes));
         let rule = |rule: &dyn Fn(&Answered) -> f32| Ok(completions.iter().map(|it| Some(rule(it))).collect());
         match self {
@@ -127,7 +123,7 @@ impl Reward {
                 let target = *target as f32;
                 rule(&|it| (1.0 - (it.tokens as f32 - target).abs() / target).max(0.0))
             }
-            Self::Program(program) => program.score(completions, timeout, on_error),
+            Self::Program(program) => program.score(completions, settings),
         }
     }
 }
@@ -151,12 +147,8 @@ impl RewardProgram {
         command_of(&self.command, "objective.reward", self.folder.as_deref())
     }
 
-    fn score(
-        &mut self,
-        completions: &[Answered],
-        timeout: Duration,
-        on_error: OnRewardError,
-    ) -> Result<Vec<Option<f32>>> {
+    fn score(&mut self, completions: &[Answered], settings: &ObjectiveSection) -> Result<Vec<Option<f32>>> {
+        let timeout = Duration::from_secs_f64(settings.reward_timeout_s);
         let lines = completions.iter().map(Answered::line).collect::<serde_json::Result<Vec<String>>>();
         let lines = lines.map_err(candle_core::Error::wrap)?;
         let mut rewards = Vec::with_capacity(lines.len());
@@ -186,7 +178,7 @@ impl RewardProgram {
             running = None;
             attempts += 1;
             if attempts == ATTEMPTS {
-                if on_error == OnRewardError::Stop {
+                if settings.on_reward_error == OnRewardError::Stop {
                     let number = rewards.len() + 1;
                     let total = lines.len();
                     let message = format!(
@@ -305,21 +297,14 @@ mod tests {
         Answered { tokens: completion.len(), prompt, completion, answer, ..Answered::default() }
     }
 
-    /// Longer than a program takes to start on a busy machine.
-    const TIMEOUT: Duration = Duration::from_mins(1);
-
-    fn score(rule: &str, completions: &[&str], on_error: OnRewardError) -> Result<Vec<Option<f32>>> {
-        score_within(TIMEOUT, rule, completions, on_error)
+    /// Stops after an error; the time limit is longer than a program takes to start on a busy machine.
+    fn stop() -> ObjectiveSection {
+        ObjectiveSection::default()
     }
 
-    fn score_within(
-        timeout: Duration,
-        rule: &str,
-        completions: &[&str],
-        on_error: OnRewardError,
-    ) -> Result<Vec<Option<f32>>> {
+    fn score(rule: &str, completions: &[&str], settings: &ObjectiveSection) -> Result<Vec<Option<f32>>> {
         let completions: Vec<Answered> = completions.iter().map(|text| answered(text)).collect();
-        Reward::new(rule, None).unwrap().score(&completions, timeout, on_error)
+        Reward::new(rule, None).unwrap().score(&completions, settings)
     }
 
     /// A script whose body sees each line as `$line`.
@@ -331,7 +316,7 @@ mod tests {
 
     #[test]
     fn rules_reward_answers_patterns_and_lengths() {
-        let stop = OnRewardError::Stop;
+        let stop = &stop();
         assert_eq!(score("exact", &[" 4\n", "5"], stop).unwrap(), [Some(1.0), Some(0.0)]);
         assert_eq!(score("regex:^[0-9]+$", &["17", "a"], stop).unwrap(), [Some(1.0), Some(0.0)]);
         assert_eq!(score("length:4", &["abcd", "ab", "", "123456789"], stop).unwrap(), [1.0, 0.5, 0.0, 0.0].map(Some));
@@ -349,7 +334,7 @@ mod tests {
         );
         let mut reward = Reward::new(&command, None).unwrap();
         for expected in [[1.0, -1.5], [3.0, -1.5]] {
-            let found = reward.score(&[answered("a"), answered("x")], TIMEOUT, OnRewardError::Stop);
+            let found = reward.score(&[answered("a"), answered("x")], &stop());
             assert_eq!(found.unwrap(), expected.map(Some));
         }
     }
@@ -359,7 +344,7 @@ mod tests {
     fn a_program_may_have_no_reward_for_a_completion() {
         let folder = tempfile::tempdir().unwrap();
         let command = script(folder.path(), "case $line in *odd*) echo None;; *) echo 2;; esac");
-        let stop = OnRewardError::Stop;
+        let stop = &stop();
         assert_eq!(score(&command, &["a", "odd", "b"], stop).unwrap(), [Some(2.0), None, Some(2.0)]);
         let message = score(&command, &["odd", "odd"], stop).unwrap_err().to_string();
         assert!(message.contains("it wrote `none`, for every completion of a step"), "{message}");
@@ -376,8 +361,10 @@ mod tests {
             ("echo nan", "it wrote `nan`, neither a finite number nor `none`"),
         ] {
             let command = script(folder.path(), &format!("case $line in *bad*) {body};; *) echo 2;; esac"));
-            let timeout = if body.contains("sleep") { Duration::from_millis(1500) } else { TIMEOUT };
-            let score = |completions: &[&str], on_error| score_within(timeout, &command, completions, on_error);
+            let reward_timeout_s = if body.contains("sleep") { 1.5 } else { stop().reward_timeout_s };
+            let score = |completions: &[&str], on_reward_error| {
+                score(&command, completions, &ObjectiveSection { reward_timeout_s, on_reward_error, ..stop() })
+            };
             let error = score(&["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
             assert!(matches!(error, Error::Data { .. }), "{error:?}");
             let message = error.to_string();
@@ -387,7 +374,7 @@ mod tests {
             let message = score(&["bad", "bad"], OnRewardError::Drop).unwrap_err().to_string();
             assert!(message.contains("for every completion"), "{message}");
         }
-        let message = score("no-such-program --x", &["a"], OnRewardError::Stop).unwrap_err().to_string();
+        let message = score("no-such-program --x", &["a"], &stop()).unwrap_err().to_string();
         assert!(message.contains("objective.reward: program `no-such-program` was not found"), "{message}");
     }
 
@@ -402,7 +389,7 @@ mod tests {
         for command in ["sh score.sh", "./own"] {
             let mut reward = Reward::new(command, Some(folder.path())).unwrap();
             reward.check().unwrap();
-            let found = reward.score(&[answered("a")], TIMEOUT, OnRewardError::Stop);
+            let found = reward.score(&[answered("a")], &stop());
             assert_eq!(found.unwrap(), [Some(3.0)], "{command}");
         }
         assert!(Reward::new("./own", None).unwrap().check().is_err());
@@ -419,7 +406,7 @@ mod tests {
             mark.display()
         );
         let command = script(folder.path(), &body);
-        assert_eq!(score(&command, &["a", "bad"], OnRewardError::Stop).unwrap(), [Some(7.0), Some(7.0)]);
+        assert_eq!(score(&command, &["a", "bad"], &stop()).unwrap(), [Some(7.0), Some(7.0)]);
     }
 
     /// A line that nothing was asked for would be the next completion's reward.
@@ -428,7 +415,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut reward = Reward::new(&script(folder.path(), "printf '1\\n2\\n'"), None).unwrap();
         for _ in 0..2 {
-            let found = reward.score(&[answered("a")], TIMEOUT, OnRewardError::Stop);
+            let found = reward.score(&[answered("a")], &stop());
             assert_eq!(found.unwrap(), [Some(1.0)]);
             thread::sleep(Duration::from_millis(50));
         }

@@ -19,7 +19,6 @@ use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The most characters of a prompt in an error.
 const SHOWN: usize = 60;
@@ -31,6 +30,9 @@ pub(super) struct Rollouts {
     policy: PrecisionPolicy,
     seed: u64,
     seq_len: usize,
+    /// Rows in a batch of completions.
+    batch_rows: usize,
+    tokenizer: Tokenizer,
     stop_token_ids: Vec<u32>,
     reward: Reward,
     /// The rows that a reward program reads, of the training data and of the validation data.
@@ -126,6 +128,7 @@ impl Rollouts {
     pub(super) fn new(
         config: &Config,
         engine: &TrainEngine,
+        tokenizer: &Tokenizer,
         stop_token_ids: Vec<u32>,
         rows: [Vec<Arc<str>>; 2],
     ) -> Result<Option<Self>> {
@@ -139,6 +142,8 @@ impl Rollouts {
             policy: config.dtype,
             seed: config.seed,
             seq_len: config.train.seq_len,
+            batch_rows: config.objective.rows(config.train.batch_size),
+            tokenizer: tokenizer.clone(),
             stop_token_ids,
             reward,
             rows,
@@ -148,16 +153,16 @@ impl Rollouts {
 
     /// Rejects prompts without the right answer that the reward needs, so that a run does not end at one of them. `origin` is
     /// the name of the prompts in the error.
-    pub(super) fn check_answers(&self, tokenizer: &Tokenizer, mut prompts: EvalLoader, origin: &str) -> Result<()> {
+    pub(super) fn check_answers(&self, mut prompts: EvalLoader, origin: &str) -> Result<()> {
         if !matches!(self.reward, Reward::Exact) {
             return Ok(());
         }
         let mut batch = prompts.batch();
         while prompts.next_batch(&mut batch) {
-            let groups = Group::of_batch(&batch, tokenizer, &[])?;
+            let groups = Group::of_batch(&batch, &self.tokenizer, &[])?;
             // A completion without a token would equal a missing answer.
             if let Some(Group { index, prompt, .. }) = groups.iter().find(|group| group.answer.trim().is_empty()) {
-                let prompt = tokenizer.decode(prompt)?;
+                let prompt = self.tokenizer.decode(prompt)?;
                 let prompt: String = sanitize_line(&prompt).chars().take(SHOWN).collect();
                 let row = index + 1;
                 let message = format!("row {row}: `{prompt}` has no right answer, which `--reward exact` needs");
@@ -184,32 +189,23 @@ impl Rollouts {
         self.kept = kept;
     }
 
-    /// Fills `batches`, of `rows` rows, with the completions of the last step.
-    pub(super) fn reuse(&mut self, batches: &mut [Batch], rows: usize) {
+    /// Fills `batches` with the completions of the last step.
+    pub(super) fn reuse(&mut self, batches: &mut [Batch]) {
         let Some(kept) = &mut self.kept else { return };
         kept.left -= 1;
-        let settings = &self.settings;
-        let seq_len = self.seq_len;
-        for (batch, kept) in batches.iter_mut().zip(&kept.batches) {
-            *batch = kept.batch(settings, seq_len, rows);
-        }
+        let kept = self.kept.iter().flat_map(|kept| &kept.batches);
+        batches.iter_mut().zip(kept).for_each(|(batch, kept)| *batch = self.batch(kept));
     }
 
-    /// Replaces the prompts in `batches` by completions. `rows` are the rows of a batch. Returns them for the log.
-    pub(super) fn sample(
-        &mut self,
-        engine: &mut TrainEngine,
-        tokenizer: &Tokenizer,
-        batches: &mut [Batch],
-        rows: usize,
-    ) -> Result<Vec<RolloutRecord>> {
-        let groups = batches.iter().map(|batch| Group::of_batch(batch, tokenizer, &self.rows[0]));
+    /// Replaces the prompts in `batches` by completions. Returns them for the log.
+    pub(super) fn sample(&mut self, engine: &mut TrainEngine, batches: &mut [Batch]) -> Result<Vec<RolloutRecord>> {
+        let groups = batches.iter().map(|batch| Group::of_batch(batch, &self.tokenizer, &self.rows[0]));
         let mut groups: Vec<Vec<Group>> = groups.collect::<Result<_>>()?;
-        self.complete(engine, tokenizer, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
+        self.complete(engine, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
         let step = engine.state.counters.step + 1;
         let mut records = Vec::new();
         for Group { prompt, completions, .. } in groups.iter().flatten() {
-            let prompt = tokenizer.decode(prompt)?;
+            let prompt = self.tokenizer.decode(prompt)?;
             let rewards: Vec<f64> = completions.iter().map(Sampled::reward).collect();
             for (it, advantage) in completions.iter().zip(advantages(&self.settings, &rewards)) {
                 let Sampled { text: completion, seed, reward, .. } = it.clone();
@@ -221,15 +217,13 @@ impl Rollouts {
             kept.push(KeptBatch { groups, old_logps: Logps::default(), ends_epoch: batch.ends_epoch });
         }
         if self.settings.num_iterations > 1 {
-            for (batch, kept) in batches.iter_mut().zip(&kept) {
-                *batch = kept.batch(&self.settings, self.seq_len, rows);
-            }
+            batches.iter_mut().zip(&kept).for_each(|(batch, kept)| *batch = self.batch(kept));
             for (kept, logps) in kept.iter_mut().zip(old_logps(engine, batches)?) {
                 kept.old_logps = logps;
             }
         }
         self.kept = Some(KeptRollouts { left: self.settings.num_iterations as u64, batches: kept });
-        self.reuse(batches, rows);
+        self.reuse(batches);
         Ok(records)
     }
 
@@ -238,15 +232,14 @@ impl Rollouts {
     pub(super) fn evaluate(
         &mut self,
         engine: &mut TrainEngine,
-        tokenizer: &Tokenizer,
         batch: &mut Batch,
         mut next: impl FnMut(&mut Batch) -> bool,
     ) -> Result<EvalReport> {
         let mut groups = Vec::new();
         while next(batch) {
-            groups.extend(Group::of_batch(batch, tokenizer, &self.rows[1])?);
+            groups.extend(Group::of_batch(batch, &self.tokenizer, &self.rows[1])?);
         }
-        self.complete(engine, tokenizer, &mut groups.iter_mut().collect::<Vec<_>>(), Some(0.0))?;
+        self.complete(engine, &mut groups.iter_mut().collect::<Vec<_>>(), Some(0.0))?;
         let completions = || groups.iter().flat_map(|group| &group.completions);
         let mean = |values: &mut dyn Iterator<Item = f64>| {
             let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
@@ -264,7 +257,6 @@ impl Rollouts {
     fn complete(
         &mut self,
         engine: &mut TrainEngine,
-        tokenizer: &Tokenizer,
         groups: &mut [&mut Group],
         temperature: Option<f64>,
     ) -> Result<()> {
@@ -291,7 +283,7 @@ impl Rollouts {
         let mut found: Vec<Option<Sampled>> = vec![None; requests.len()];
         let mut generate = || {
             generate_batch(model, weights, self.policy, &requests, BATCH_SIZE, |number, completion: Completion| {
-                let text = tokenizer.decode(completion.text_ids())?;
+                let text = self.tokenizer.decode(completion.text_ids())?;
                 let is_cut = completion.reason != StopReason::EndOfText;
                 let seed = requests[number].sampling.seed;
                 let Completion { ids, log_probs, .. } = completion;
@@ -316,13 +308,13 @@ impl Rollouts {
                 groups[at].completions = completions.to_vec();
             }
         }
-        self.judge(engine, tokenizer, groups)
+        self.judge(engine, groups)
     }
 
     /// Rewards completions. The leader asks for the rewards, so one program sees all of them in their order.
-    fn judge(&mut self, engine: &TrainEngine, tokenizer: &Tokenizer, groups: &mut [&mut Group]) -> Result<()> {
+    fn judge(&mut self, engine: &TrainEngine, groups: &mut [&mut Group]) -> Result<()> {
         let score = || {
-            self.score(tokenizer, groups).map_err(|error| match error {
+            self.score(groups).map_err(|error| match error {
                 Error::Data { origin, message } => [origin, message],
                 other => ["the rewards".into(), other.to_string()],
             })
@@ -336,10 +328,10 @@ impl Rollouts {
     }
 
     /// The rewards of all completions.
-    fn score(&mut self, tokenizer: &Tokenizer, groups: &[&mut Group]) -> Result<Vec<Option<f32>>> {
+    fn score(&mut self, groups: &[&mut Group]) -> Result<Vec<Option<f32>>> {
         let mut answered = Vec::new();
         for group in groups {
-            let prompt = tokenizer.decode(&group.prompt)?;
+            let prompt = self.tokenizer.decode(&group.prompt)?;
             let answer = &group.answer;
             let of = |it: &Sampled| Answered {
                 prompt: prompt.clone(),
@@ -350,26 +342,23 @@ impl Rollouts {
             };
             answered.extend(group.completions.iter().map(of));
         }
-        let timeout = Duration::from_secs_f64(self.settings.reward_timeout_s);
-        self.reward.score(&answered, timeout, self.settings.on_reward_error)
+        self.reward.score(&answered, &self.settings)
     }
-}
 
-impl KeptBatch {
-    fn batch(&self, settings: &ObjectiveSection, seq_len: usize, rows: usize) -> Batch {
+    fn batch(&self, kept: &KeptBatch) -> Batch {
         let mut completions = Vec::new();
-        for Group { index, prompt, completions: sampled, .. } in &self.groups {
-            let numbers = (index * settings.num_generations as u64)..;
+        for Group { index, prompt, completions: sampled, .. } in &kept.groups {
+            let numbers = (index * self.settings.num_generations as u64)..;
             let rewards: Vec<f64> = sampled.iter().map(Sampled::reward).collect();
-            let advantages = advantages(settings, &rewards);
+            let advantages = advantages(&self.settings, &rewards);
             for ((it, index), advantage) in sampled.iter().zip(numbers).zip(advantages) {
                 let role = SequenceRole::Sampled { reward: it.reward(), advantage, is_cut: it.is_cut };
                 completions.push(SampledRow { prompt, ids: &it.ids, logps: &it.logps.0, index, role });
             }
         }
-        let mut batch = Batch::of_completions(&completions, rows, seq_len);
-        batch.old_logps.clone_from(&self.old_logps.0);
-        batch.ends_epoch = self.ends_epoch;
+        let mut batch = Batch::of_completions(&completions, self.batch_rows, self.seq_len);
+        batch.old_logps.clone_from(&kept.old_logps.0);
+        batch.ends_epoch = kept.ends_epoch;
         batch
     }
 }

@@ -10,6 +10,7 @@ use candle_core::Device;
 /// Continues a prompt; owns the buffers for it.
 #[derive(Debug)]
 pub struct Sampler {
+    tokenizer: Tokenizer,
     prompt: Vec<u32>,
     tokens: usize,
     temperature: f64,
@@ -39,20 +40,15 @@ impl Sampler {
         }
         let tokens = train.sample_tokens.min(context - prompt.len());
         let cache = KvCache::new(model.spec(), config.dtype, prompt.len() + tokens, device)?;
-        Ok(Some(Self { prompt, tokens, temperature: train.temperature, stop_token_ids, cache }))
+        let tokenizer = tokenizer.clone();
+        Ok(Some(Self { tokenizer, prompt, tokens, temperature: train.temperature, stop_token_ids, cache }))
     }
 
     /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits
     /// that are not finite, which training itself reports.
-    pub fn generate(
-        &mut self,
-        model: &Decoder,
-        weights: &Parameters,
-        tokenizer: &Tokenizer,
-        seed: u64,
-    ) -> Result<String> {
+    pub fn generate(&mut self, model: &Decoder, weights: &Parameters, seed: u64) -> Result<String> {
         let sampling = Sampling { temperature: self.temperature, seed, ..Sampling::default() };
-        let Self { prompt, tokens, stop_token_ids, cache, .. } = self;
+        let Self { tokenizer, prompt, tokens, stop_token_ids, cache, .. } = self;
         let request = GenerationRequest { prompt, max_tokens: *tokens, stop_token_ids, sampling: &sampling };
         let mut ids = Vec::with_capacity(*tokens);
         let receive = |id| {

@@ -227,11 +227,12 @@ impl Trainer {
         report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.spec, initial.weights, kernels, total_steps)?;
         let stop_token_ids = aux_files.stop_token_ids(&source.spec, &source.tokenizer)?;
-        let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone(), setup::take_rows(&mut datasets))?;
+        let rows = setup::take_rows(&mut datasets);
+        let rollouts = Rollouts::new(&config, &engine, &source.tokenizer, stop_token_ids.clone(), rows)?;
         if let Some(rollouts) = &rollouts {
             let prompts = EvalLoader::from_index(loader.mixture.clone(), 1, None)?;
-            rollouts.check_answers(&source.tokenizer, prompts, "the training data")?;
-            rollouts.check_answers(&source.tokenizer, eval.clone(), "the validation data")?;
+            rollouts.check_answers(prompts, "the training data")?;
+            rollouts.check_answers(eval.clone(), "the validation data")?;
         }
         let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, stop_token_ids, &device)?;
         let (data, summary) = setup::describe_data(&config, &datasets);

@@ -208,7 +208,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
     config.train.sample_tokens = 40;
     config.train.temperature = 0.0;
     let mut sampler = Sampler::new(&model.0, &config, &tokenizer, vec![256], &Device::Cpu).unwrap();
-    let text = sampler.as_mut().unwrap().generate(&model.0, &model.1, &tokenizer, 9).unwrap();
+    let text = sampler.as_mut().unwrap().generate(&model.0, &model.1, 9).unwrap();
     let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
     assert_eq!(text, tokenizer.decode(until_eos).unwrap());
 }

@@ -35,13 +35,13 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let total = self.eval.remaining();
-        let Self { eval, activity, engine, eval_batch, rollouts, tokenizer, .. } = self;
+        let Self { eval, activity, engine, eval_batch, rollouts, .. } = self;
         let next = |batch: &mut Batch| {
             activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
             eval.next_batch(batch)
         };
         let evaluation = match rollouts {
-            Some(rollouts) => rollouts.evaluate(engine, tokenizer, eval_batch, next),
+            Some(rollouts) => rollouts.evaluate(engine, eval_batch, next),
             None => engine.evaluate(eval_batch, next),
         }?;
         self.activity.end();
@@ -121,7 +121,7 @@ impl Trainer {
         }
         let Some(sampler) = &mut self.sampler else { return };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
-        let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step);
+        let text = sampler.generate(model, weights, self.config.seed ^ step);
         self.activity.end();
         let text = match text {
             Ok(text) => text,

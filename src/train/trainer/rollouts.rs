@@ -23,14 +23,13 @@ impl Trainer {
     /// Replaces the prompts of the step that begins at `cursor` by completions, if the objective samples them.
     pub(super) fn sample_completions(&mut self, cursor: DataPosition) -> Result<()> {
         let Some(rollouts) = &mut self.rollouts else { return Ok(()) };
-        let rows = self.config.objective.rows(self.config.train.batch_size);
         if rollouts.has_kept() {
-            rollouts.reuse(&mut self.micro_batches, rows);
+            rollouts.reuse(&mut self.micro_batches);
             return Ok(());
         }
         let count = batches_in_step(&self.micro_batches).len();
         let batches = &mut self.micro_batches[..count];
-        match rollouts.sample(&mut self.engine, &self.tokenizer, batches, rows) {
+        match rollouts.sample(&mut self.engine, batches) {
             Ok(records) => {
                 let failure = self.log_rollouts(&records).err().map(|error| error.to_string());
                 if let Some(error) = failure.as_ref().filter(|error| self.rollout_log.failure.as_ref() != Some(error)) {

@@ -28,8 +28,8 @@ use std::fmt::Display;
 use std::io::{ErrorKind, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 #[derive(Args, Clone, Debug, Default)]
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
     // A launcher's processes wait until a checkpoint is verified.
-    let (config, resumed) = with_heartbeat(&**group, || resolve(args, &reporter))?;
+    let (config, resumed) = with_heartbeat(&**group, &Mutex::default(), || resolve(args, &reporter))?;
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let group = &args.processes.start(group, &config)?;
     let warning = check_processes(group.world_size(), &config)?;
@@ -193,14 +193,14 @@ fn train_and_show(
     args: &TrainArgs,
 ) -> Result<FinishReason> {
     let (commands, orders) = channel();
-    trainer.listen(orders);
+    trainer.commands = Some(orders);
     let save_commands = commands.clone();
     set_training(true);
     // A finished run has nothing to save.
-    signals.attach(trainer.interrupt(), move || {
+    signals.attach(trainer.interrupt.clone(), move || {
         save_commands.send(Command::SaveNow).ok();
     });
-    let activity = trainer.activity();
+    let activity = trainer.activity.clone();
     let began = Instant::now();
     let log_every = trainer.config().telemetry.log_every;
     let prompt = trainer.config().train.prompt.clone();

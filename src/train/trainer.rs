@@ -10,7 +10,7 @@ mod saving;
 
 pub use find_lr::LrRangeTest;
 pub(super) use processes::on_leader;
-use processes::{Heartbeat, LeaderMessage, ThroughputMeter};
+use processes::{LeaderMessage, ThroughputMeter};
 pub use processes::{RunStart, with_heartbeat};
 use rollouts::RolloutLog;
 
@@ -34,14 +34,14 @@ use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
-use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
+use crate::train::setup::{self, ModelSource, SetupCallback, SetupEvent};
 use crate::{Error, Result};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// A run in progress.
@@ -70,16 +70,19 @@ pub struct Trainer {
     /// The run's folder; a run without one keeps nothing.
     run: Option<Run>,
     emitter: Emitter,
-    commands: Option<Receiver<Command>>,
-    interrupt: Arc<AtomicBool>,
+    /// Commands of a screen, which are served between steps.
+    pub commands: Option<Receiver<Command>>,
+    /// Makes training save and stop at the next step boundary.
+    pub interrupt: Arc<AtomicBool>,
     /// The slow work in progress between two steps, if any.
-    activity: Activity,
+    pub activity: Activity,
     /// Samples GPU figures in a build with GPU support.
     gpu: Option<GpuSampler>,
     progress: LoopState,
     callbacks: Callbacks,
     throughput: ThroughputMeter,
-    heartbeat: Heartbeat,
+    /// The time of the last heartbeat.
+    last_beat: Instant,
 }
 
 /// The loop's own state, next to the [`TrainState`](super::TrainState).
@@ -168,7 +171,7 @@ impl Trainer {
     ) -> Result<Self> {
         group.broadcast(&LeaderMessage::Open(Box::new(config.clone())))?;
         let opened = setup::open_device(group.clone(), &config, report)?;
-        with_heartbeat(&**group, || Self::on_device(opened, config, checkpoint, report))
+        with_heartbeat(&**group, &Mutex::default(), || Self::on_device(opened, config, checkpoint, report))
     }
 
     /// [`Trainer::new`] on a device that is open.
@@ -182,23 +185,9 @@ impl Trainer {
             Some(checkpoint) => ModelSource::from_checkpoint(&config, checkpoint, report)?,
             None => ModelSource::open(&config, report)?,
         };
-        let config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
+        let mut config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
         let initial = source.initial(&config, &open.device, &*open.kernels, &*group, report)?;
-        let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
-        if let Some(checkpoint) = checkpoint {
-            trainer.load(checkpoint)?;
-        }
-        Ok(trainer)
-    }
-
-    fn with_parts(
-        group: Arc<dyn ProcessGroup>,
-        mut config: Config,
-        source: ModelSource,
-        initial: InitialWeights,
-        DeviceContext { device, name, kernels, .. }: DeviceContext,
-        report: &mut SetupCallback<'_>,
-    ) -> Result<Self> {
+        let DeviceContext { device, name, kernels, .. } = open;
         let chat = source.chat;
         let mut datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
@@ -237,7 +226,7 @@ impl Trainer {
         let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, stop_token_ids, &device)?;
         let (data, summary) = setup::describe_data(&config, &datasets);
         let fingerprint = Fingerprint { model: source.name, policy: config.dtype.to_string(), data };
-        Ok(Self {
+        let mut trainer = Self {
             data: summary,
             device: name,
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
@@ -263,30 +252,19 @@ impl Trainer {
             progress: LoopState::default(),
             callbacks: Callbacks::new(&config),
             throughput: ThroughputMeter::default(),
-            heartbeat: Heartbeat::default(),
+            last_beat: Instant::now(),
             config,
-        })
+        };
+        if let Some(checkpoint) = checkpoint {
+            trainer.load(checkpoint)?;
+        }
+        Ok(trainer)
     }
 
     /// Writes checkpoints into `run` and events to `emitter` from now on.
     pub fn attach(&mut self, run: Run, emitter: Emitter) {
         self.run = Some(run);
         self.emitter = emitter;
-    }
-
-    /// Serves `commands` from a screen between steps.
-    pub fn listen(&mut self, commands: Receiver<Command>) {
-        self.commands = Some(commands);
-    }
-
-    /// A flag that makes training save and stop at the next step boundary.
-    pub fn interrupt(&self) -> Arc<AtomicBool> {
-        self.interrupt.clone()
-    }
-
-    /// The slow work in progress between two steps, for a screen.
-    pub fn activity(&self) -> Activity {
-        self.activity.clone()
     }
 
     /// Bytes of one full checkpoint without its small files.

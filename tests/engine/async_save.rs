@@ -62,7 +62,7 @@ fn run(
     for command in commands {
         sender.send(*command).unwrap();
     }
-    trainer.listen(receiver);
+    trainer.commands = Some(receiver);
     let reason = trainer.run().unwrap();
     (run::events(&records), reason)
 }
@@ -187,7 +187,7 @@ fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
     for command in [Command::Pause, Command::SaveNow] {
         sender.send(command).unwrap();
     }
-    trainer.listen(receiver);
+    trainer.commands = Some(receiver);
     let training = std::thread::spawn(move || trainer.run());
     let saved = events.iter().find(|record| matches!(record.event, Event::CheckpointSaved(_)));
     assert!(saved.is_some_and(|record| record.event.step() == Some(0)));

@@ -36,7 +36,7 @@ fn run(config: &Config, command: Option<Command>) -> (Trainer, Vec<Event>, Finis
     for command in command.into_iter().flat_map(|command| [command; 20]) {
         commands.send(command).unwrap();
     }
-    trainer.listen(receiver);
+    trainer.commands = Some(receiver);
     let reason = trainer.run().unwrap();
     (trainer, run::events(&records), reason)
 }

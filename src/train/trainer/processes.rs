@@ -6,10 +6,8 @@ mod messages;
 mod throughput;
 
 pub(super) use gather::GatheredState;
-pub(super) use heartbeat::Heartbeat;
 pub(in crate::train) use heartbeat::on_leader;
 pub use heartbeat::with_heartbeat;
-pub(super) use heartbeat::with_heartbeat_between;
 pub(super) use messages::LeaderMessage;
 pub use messages::RunStart;
 pub(super) use throughput::ThroughputMeter;
@@ -19,6 +17,7 @@ use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::Isa;
 use crate::telemetry::Event;
 use crate::{Error, Result};
+use std::time::Instant;
 
 impl Trainer {
     fn group(&self) -> &dyn ProcessGroup {
@@ -39,9 +38,13 @@ impl Trainer {
         if self.group().is_leader() { self.group().broadcast(message) } else { Ok(()) }
     }
 
-    /// Keeps the workers waiting for the next message.
+    /// Sends a heartbeat if one is due. The leader calls it often while the workers wait for a message.
     pub(super) fn beat(&mut self) -> Result<()> {
-        self.heartbeat.beat(&*self.engine.group)
+        if self.last_beat.elapsed() < heartbeat::INTERVAL {
+            return Ok(());
+        }
+        self.last_beat = Instant::now();
+        self.group().broadcast(&LeaderMessage::Heartbeat)
     }
 
     /// Ends the workers.

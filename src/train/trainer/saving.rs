@@ -1,6 +1,6 @@
 //! Saves the trainer's checkpoints.
 
-use super::processes::{GatheredState, with_heartbeat_between};
+use super::processes::{GatheredState, with_heartbeat};
 use super::{Trainer, batches_in_step};
 use crate::data::Batch;
 use crate::digest::short_hash;
@@ -274,7 +274,7 @@ impl Trainer {
         let sharded = engine.state.masters.parameters().shards().map(|_| &gathered as &dyn ShardedTensors);
         let write = || writer.write(engine.model.spec(), engine.state.view(), sharded);
         // Large files take minutes.
-        let written = with_heartbeat_between(&*engine.group, &gathered.exchange, write);
+        let written = with_heartbeat(&*engine.group, &gathered.exchange, write);
         self.finish_save(written).map(Some)
     }
 

@@ -8,42 +8,14 @@ use serde::de::DeserializeOwned;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-const INTERVAL: Duration = Duration::from_secs(1);
+/// The time between two heartbeats.
+pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Limits heartbeats to one per second.
-#[derive(Debug)]
-pub(in crate::train::trainer) struct Heartbeat(Instant);
-
-impl Default for Heartbeat {
-    fn default() -> Self {
-        Self(Instant::now())
-    }
-}
-
-impl Heartbeat {
-    /// Sends a heartbeat if one is due. The leader calls it often while the workers wait for a message.
-    pub(in crate::train::trainer) fn beat(&mut self, group: &dyn ProcessGroup) -> Result<()> {
-        if self.0.elapsed() < INTERVAL {
-            return Ok(());
-        }
-        self.0 = Instant::now();
-        group.broadcast(&LeaderMessage::Heartbeat)
-    }
-}
-
-/// Sends heartbeats while `work` runs on the leader, which exchanges nothing. The workers wait for a message meanwhile.
-pub fn with_heartbeat<R>(group: &dyn ProcessGroup, work: impl FnOnce() -> R) -> R {
-    with_heartbeat_between(group, &Mutex::new(()), work)
-}
-
-/// Like [`with_heartbeat`], for work that holds `exchange` during each of its exchanges.
-pub(in crate::train::trainer) fn with_heartbeat_between<R>(
-    group: &dyn ProcessGroup,
-    exchange: &Mutex<()>,
-    work: impl FnOnce() -> R,
-) -> R {
+/// Sends heartbeats while `work` runs on the leader, which holds `exchange` during each of its exchanges. The workers wait for a
+/// message meanwhile.
+pub fn with_heartbeat<R>(group: &dyn ProcessGroup, exchange: &Mutex<()>, work: impl FnOnce() -> R) -> R {
     with_messages(group, exchange, &LeaderMessage::Heartbeat, work)
 }
 
@@ -91,6 +63,7 @@ fn with_messages<R>(
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Instant;
 
     /// Counts the exchanges of the leader of two processes.
     #[derive(Debug, Default)]
@@ -114,11 +87,11 @@ mod tests {
     #[test]
     fn the_workers_get_messages_while_the_leader_works() {
         let leader = Leader::default();
-        assert_eq!(with_heartbeat(&leader, || 7), 7);
+        assert_eq!(with_heartbeat(&leader, &Mutex::default(), || 7), 7);
         assert_eq!(leader.0.load(Ordering::Relaxed), 0);
         let began = Instant::now();
         let sent = || leader.0.load(Ordering::Relaxed);
-        with_heartbeat(&leader, || {
+        with_heartbeat(&leader, &Mutex::default(), || {
             while sent() == 0 && began.elapsed() < 60 * INTERVAL {
                 thread::sleep(INTERVAL / 10);
             }

@@ -34,6 +34,18 @@ impl LeaderMessage {
     pub(super) fn receive(group: &dyn ProcessGroup) -> Result<Self> {
         group.receive_message(0)
     }
+
+    /// Waits for a message that `pick` takes; `None` if there will be no run.
+    fn wait<T>(group: &dyn ProcessGroup, pick: impl Fn(Self) -> Option<T>) -> Result<Option<T>> {
+        loop {
+            let message = Self::receive(group)?;
+            let stops = matches!(message, Self::Stop);
+            let found = pick(message);
+            if stops || found.is_some() {
+                return Ok(found);
+            }
+        }
+    }
 }
 
 /// The information that a worker needs to take part in a run.
@@ -53,13 +65,7 @@ impl RunStart {
 
     /// Waits for the configuration that the leader opens its device with; `None` if there will be no run.
     pub fn receive_config(group: &dyn ProcessGroup) -> Result<Option<Config>> {
-        loop {
-            match LeaderMessage::receive(group)? {
-                LeaderMessage::Open(config) => return Ok(Some(*config)),
-                LeaderMessage::Stop => return Ok(None),
-                _ => {}
-            }
-        }
+        LeaderMessage::wait(group, |it| if let LeaderMessage::Open(config) = it { Some(*config) } else { None })
     }
 
     /// Ends the workers before a run.
@@ -69,13 +75,7 @@ impl RunStart {
 
     /// Waits for it; `None` if there will be no run.
     pub fn receive(group: &dyn ProcessGroup) -> Result<Option<Self>> {
-        loop {
-            match LeaderMessage::receive(group)? {
-                LeaderMessage::Start(start) => return Ok(Some(*start)),
-                LeaderMessage::Stop => return Ok(None),
-                _ => {}
-            }
-        }
+        LeaderMessage::wait(group, |it| if let LeaderMessage::Start(start) = it { Some(*start) } else { None })
     }
 }
 

@@ -9,7 +9,7 @@ use crate::engine::optim::AdamWConfig;
 use crate::precision::{FallbackRule, OnOverflow, ScaleChange, scale_text};
 use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, FirstNonFinite, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
-    ScalerSettings, Started, cpu_name,
+    ScaleUpdate, ScalerSettings, Started, StepRecord, StepStatus, StepTime, cpu_name,
 };
 use crate::train::engine::{StepOutcome, StepReport};
 use crate::train::objective::ObjectiveKind;
@@ -45,9 +45,17 @@ impl Trainer {
         }
         self.progress.last_loss = Some(report.loss);
         let (state, grad_stats) = (&self.engine.state, &self.engine.grad_stats);
-        let step = state.counters.step;
         let layout = state.weights.layout();
-        let overflow = skipped.then(|| records::overflow(report, step, layout, grad_stats, origin));
+        // The tensors that were not finite.
+        let broken = layout.iter().zip(&grad_stats.tensors).filter(|(_, summary)| !summary.stats.is_finite());
+        let overflow = skipped.then(|| Overflow {
+            step: state.counters.step,
+            scale: ScaleUpdate::new(report.scale, report.change),
+            loss: report.loss as f32,
+            max_abs: grad_stats.total.stats.max_abs,
+            tensors: broken.map(records::tensor_record).collect(),
+            first_nonfinite: origin,
+        });
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged =
             diverged.or_else(|| self.check_divergence(report.loss)).or_else(|| self.check_forward(report.loss));
@@ -58,31 +66,58 @@ impl Trainer {
     fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) {
         let engine = &self.engine;
         let state = &engine.state;
-        let seconds = self
-            .progress
-            .step_seconds
-            .map_or(elapsed.as_secs_f64(), |mean| mean + (elapsed.as_secs_f64() - mean) / RATE_STEPS);
+        let counters = state.counters;
+        let mean = self.progress.step_seconds.unwrap_or(elapsed.as_secs_f64());
+        let seconds = mean + (elapsed.as_secs_f64() - mean) / RATE_STEPS;
         self.progress.step_seconds = Some(seconds);
-        let tracker = state.scaler.state().growth_tracker;
-        let next_lr = engine.schedule.lr(state.counters.updates);
-        let mut record = records::step_record(report, &engine.grad_stats, state.counters, tracker, next_lr, elapsed);
-        record.tokens_per_s = report.targets as f64 / seconds;
-        record.epoch = self.loader.epochs();
-        let process = ProcessStats::now();
-        record.rss_bytes = process.rss_bytes;
-        record.peak_rss_bytes = process.peak_rss_bytes;
-        record.cpu_seconds = process.cpu_seconds;
-        record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
+        let (outcome, grad_norm, clip_coef, lr) = match report.outcome {
+            StepOutcome::Applied { grad_norm, clip, lr } => (StepStatus::Applied, grad_norm, clip, lr),
+            StepOutcome::Skipped => (StepStatus::Skipped, f64::NAN, 1.0, engine.schedule.lr(counters.updates)),
+        };
         let counts = engine.update_counts.as_deref().unwrap_or_default();
-        record.lost_updates = records::sum(counts);
-        let due = state.counters.step.is_multiple_of(self.config.telemetry.tensors_every);
-        if overflow.is_some() || due || record.lost_updates.is_some() {
-            let tensors = state.weights.layout().iter().zip(&engine.grad_stats.tensors);
-            record.tensors = tensors.map(records::tensor_record).collect();
-            for (tensor, counts) in record.tensors.iter_mut().zip(counts) {
+        let lost_updates = records::sum(counts);
+        let due = counters.step.is_multiple_of(self.config.telemetry.tensors_every);
+        let mut tensors = Vec::new();
+        if overflow.is_some() || due || lost_updates.is_some() {
+            let summaries = state.weights.layout().iter().zip(&engine.grad_stats.tensors);
+            tensors = summaries.map(records::tensor_record).collect();
+            for (tensor, counts) in tensors.iter_mut().zip(counts) {
                 tensor.lost_updates = Some(*counts).filter(|counts| counts.elements > 0);
             }
         }
+        let milliseconds = |duration: Duration| duration.as_secs_f64() * 1e3;
+        let process = ProcessStats::now();
+        let record = StepRecord {
+            step: counters.step,
+            loss: report.loss as f32,
+            objective: report.metrics,
+            loss_scale: report.scale,
+            outcome,
+            grad_norm,
+            tokens: counters.tokens,
+            updates: counters.updates,
+            skipped: counters.skipped(),
+            lr,
+            clip_coef,
+            growth_tracker: state.scaler.state().growth_tracker,
+            scale: ScaleUpdate::new(report.scale, report.change),
+            time: StepTime {
+                step_ms: milliseconds(elapsed),
+                forward_ms: milliseconds(report.time.forward),
+                backward_ms: milliseconds(report.time.backward),
+                grad_stats_ms: milliseconds(report.time.grad_stats),
+                optimizer_ms: milliseconds(report.time.optimizer),
+            },
+            grads: records::grad_stats(&engine.grad_stats.total),
+            tokens_per_s: report.targets as f64 / seconds,
+            epoch: self.loader.epochs(),
+            rss_bytes: process.rss_bytes,
+            peak_rss_bytes: process.peak_rss_bytes,
+            cpu_seconds: process.cpu_seconds,
+            gpu: self.gpu.as_ref().and_then(GpuSampler::newest),
+            lost_updates,
+            tensors,
+        };
         self.emitter.emit(Event::Step(Box::new(record)));
         if let Some(overflow) = overflow {
             self.emitter.emit(Event::Overflow(overflow));

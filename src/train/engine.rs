@@ -245,7 +245,7 @@ impl TrainEngine {
             |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
         let mut sums = LossSums::default();
         (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
-        let settings = objective.settings();
+        let settings = &objective.settings;
         let metrics = sums.metrics(settings);
         let margin =
             metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).filter(|_| settings.validate_margin);

@@ -186,7 +186,8 @@ impl LossSums {
 /// The objective of a run, with the results of the current micro-batch.
 #[derive(Debug, Default)]
 pub struct Objective {
-    settings: ObjectiveSection,
+    /// Its settings.
+    pub settings: ObjectiveSection,
     /// The source of the reference's log-probabilities.
     pub reference: Reference,
     /// One for each target of the micro-batch.
@@ -250,19 +251,9 @@ impl Objective {
         Self { settings, reference, ..Self::default() }
     }
 
-    /// Its settings.
-    pub fn settings(&self) -> &ObjectiveSection {
-        &self.settings
-    }
-
-    /// Its name.
-    pub fn kind(&self) -> ObjectiveKind {
-        self.settings.kind
-    }
-
     /// The number of losses of micro-batches, which a step's loss is divided by: targets, pairs or completions.
     pub fn count(&self, batches: &[Batch]) -> usize {
-        let of_batch = |batch: &Batch| match self.kind() {
+        let of_batch = |batch: &Batch| match self.settings.kind {
             ObjectiveKind::Sft | ObjectiveKind::Dapo => batch.num_label_tokens,
             ObjectiveKind::Kto | ObjectiveKind::Grpo => batch.sequences.len(),
             ObjectiveKind::DrGrpo => batch.sequences.len() * self.settings.max_completion_length,
@@ -275,7 +266,7 @@ impl Objective {
     pub(super) fn refer(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<()> {
         self.reference_logps.clear();
         if self.settings.needs_reference() {
-            if self.kind().samples_completions() {
+            if self.settings.kind.samples_completions() {
                 self.reference.read_targets(pass, workspace, &mut self.reference_logps)?;
             } else {
                 self.reference.read(pass, workspace, split, &mut self.reference_logps)?;
@@ -290,7 +281,7 @@ impl Objective {
 
     /// The batch that KTO estimates the divergence from, if it has other prompts to give completions to.
     fn mismatched(&self, batch: &Batch) -> Option<Batch> {
-        (self.kind() == ObjectiveKind::Kto && batch.sequences.len() > 1).then(|| mismatched(batch))
+        (self.settings.kind == ObjectiveKind::Kto && batch.sequences.len() > 1).then(|| mismatched(batch))
     }
 
     /// The batches whose sequences need a reference: `batch`, and its mismatched one.
@@ -310,7 +301,7 @@ impl Objective {
 
     /// Computes the weights of a micro-batch's targets after its forward pass; with log-probabilities by a pass of the head.
     pub(super) fn weigh(&mut self, pass: BatchPass<'_>, workspace: &Workspace) -> candle_core::Result<()> {
-        if self.kind().needs_log_probs() {
+        if self.settings.kind.needs_log_probs() {
             pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
             return with_losses(workspace.losses(), |losses| self.score(pass.batch, losses));
         }
@@ -331,7 +322,7 @@ impl Objective {
 
     /// The sums of a micro-batch, whose targets have these losses.
     pub(super) fn sums(&self, batch: &Batch, losses: &Tensor) -> Result<LossSums> {
-        if self.kind().needs_log_probs() {
+        if self.settings.kind.needs_log_probs() {
             return Ok(self.sums);
         }
         if batch.sequences.is_empty() {
@@ -347,7 +338,7 @@ impl Objective {
         self.refer(pass, workspace, Split::Validation)?;
         pass.model.forward(pass.weights, pass.batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
         pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
-        if !self.kind().needs_log_probs() {
+        if !self.settings.kind.needs_log_probs() {
             return sum_of(workspace.losses());
         }
         with_losses(workspace.losses(), |losses| self.score(pass.batch, losses))?;
@@ -363,10 +354,10 @@ impl Objective {
             let (logp, targets) = logp(batch, sequence, losses);
             CompletionLogp { logp, reference: references.get(at).copied().unwrap_or(0.0), targets }
         };
-        if self.kind().samples_completions() {
+        if self.settings.kind.samples_completions() {
             return self.score_groups(batch, losses);
         }
-        if self.kind() == ObjectiveKind::Kto {
+        if self.settings.kind == ObjectiveKind::Kto {
             for (at, sequence) in batch.sequences.iter().enumerate() {
                 let desirable = sequence.role == SequenceRole::Desirable;
                 let completion = completion(at, sequence, &self.reference_logps);
@@ -419,7 +410,7 @@ impl Objective {
         let length = targets().count();
         self.sums.push(ObjectiveMetric::MeanLength, length as f64);
         self.sums.push(ObjectiveMetric::ClippedRatio, f64::from(u8::from(is_cut)));
-        let share = if self.kind() == ObjectiveKind::Grpo { 1.0 / length.max(1) as f64 } else { 1.0 };
+        let share = if self.settings.kind == ObjectiveKind::Grpo { 1.0 / length.max(1) as f64 } else { 1.0 };
         let old = |at: usize| batch.old_logps.get(at).map_or(-f64::from(losses[at]), |old| f64::from(*old));
         let difference = |at: usize| batch.sampled_logps.get(at).map_or(0.0, |sampled| old(at) - f64::from(*sampled));
         let correction = sampling_correction(&self.settings, targets().map(difference).sum());

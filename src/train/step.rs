@@ -35,7 +35,7 @@ impl Passes<'_> {
     /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does nothing during
     /// them.
     fn may_record(&self, also: &dyn Hook) -> bool {
-        let host_acts = self.objective.kind().needs_log_probs()
+        let host_acts = self.objective.settings.kind.needs_log_probs()
             || self.hook.is_active()
             || also.is_active()
             || self.group.world_size() > 1
@@ -68,7 +68,7 @@ impl Passes<'_> {
         let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
         let clock = Instant::now();
         objective.refer(pass, workspace, Split::Train)?;
-        let weighs_after_forward = objective.kind().needs_log_probs();
+        let weighs_after_forward = objective.settings.kind.needs_log_probs();
         if !weighs_after_forward {
             objective.weigh(pass, workspace)?;
         }
@@ -179,7 +179,7 @@ impl Passes<'_> {
     /// this process, and `seconds` those of its passes and its exchanges.
     fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
         let mut figures = seconds.to_vec();
-        let len = LossSums::len(self.objective.kind());
+        let len = LossSums::len(self.objective.settings.kind);
         figures.extend(own.iter().flat_map(|sums| sums.to_array().into_iter().take(len)));
         let all = self.group.all_gather(&figures)?;
         let mut sums = LossSums::default();
@@ -245,7 +245,7 @@ impl TrainEngine {
         let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
-        let metrics = sums.metrics(self.objective.settings());
+        let metrics = sums.metrics(&self.objective.settings);
         Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
     }
 }

@@ -195,7 +195,7 @@ impl Trainer {
         let mut batch = self.loader.batch();
         // KTO's estimates depend on the batches, which differ in each epoch, as do the samples of a mixture.
         let objective = &self.engine.objective;
-        let every = objective.kind() == ObjectiveKind::Kto || self.loader.mixture.sets().len() > 1;
+        let every = objective.settings.kind == ObjectiveKind::Kto || self.loader.mixture.sets().len() > 1;
         // A resumed run may be within an epoch.
         let mut epochs = if loader.position().row == 0 { 1_usize } else { 2 };
         let training = std::iter::from_fn(move || {

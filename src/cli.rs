@@ -275,9 +275,11 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     };
     let out = &mut SanitizingWriter::new(stdout());
     match command {
-        Command::Generate(args) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
-        Command::Chat(args) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
-        Command::Eval(args) => done(args.model.on_threads(|| eval::run(&args, out))),
+        Command::Generate(args) => {
+            done(model::on_threads(args.model.threads, || generate::run(&args, &mut on_terminal())))
+        }
+        Command::Chat(args) => done(model::on_threads(args.model.threads, || chat::run(&args, &mut on_terminal()))),
+        Command::Eval(args) => done(model::on_threads(args.model.threads, || eval::run(&args, out))),
         Command::Data(args) => done(data::run(&args, &mut stdout())),
         Command::Fp16Check(args) => fp16_check::run(&args, out),
         Command::Bisect(args) => bisect::run(&args, &mut in_pipe()),

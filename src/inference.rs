@@ -11,6 +11,26 @@ pub mod mismatch;
 pub mod trained;
 
 use crate::Error;
+use crate::engine::model::{Decoder, Parameters};
+use crate::precision::PrecisionPolicy;
+
+/// A model that computes with its weights under a policy.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelView<'a> {
+    /// The architecture.
+    pub decoder: &'a Decoder,
+    /// The weights.
+    pub weights: &'a Parameters,
+    /// The types of its buffers.
+    pub policy: PrecisionPolicy,
+}
+
+impl<'a> ModelView<'a> {
+    /// A model that [`TrainedModel::load`](trained::TrainedModel::load) has loaded.
+    pub fn new((decoder, weights): &'a (Decoder, Parameters), policy: PrecisionPolicy) -> Self {
+        Self { decoder, weights, policy }
+    }
+}
 
 fn not_finite() -> Error {
     let message =

@@ -61,7 +61,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     sampling.validate()?;
     let (trained, reporter) = args.model.model.open()?;
     let mut chat = Chat::new(&trained, args.chat_template.as_deref())?;
-    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
+    let (model, weights) = args.model.load(&trained)?;
     drop(reporter);
     // The editor draws on standard error, but asks for the position of the cursor on standard output.
     let terminal = stdin().is_terminal() && stdout().is_terminal() && stderr().is_terminal();

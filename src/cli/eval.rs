@@ -5,6 +5,7 @@ use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::is_run;
 use crate::data::{Bos, TokenSource};
+use crate::inference::ModelView;
 use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
 use crate::inference::trained::TrainedModel;
@@ -48,16 +49,21 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
         return answers(args, &trained, reporter, data, out);
     }
     let windows = SlidingWindow::new(trained.spec.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
-    let (data, text) = match &args.data {
-        Some(data) => whole(data, &trained, &reporter)?,
+    let (data, (tokens, bytes_per_token)) = match &args.data {
+        Some(data) => {
+            let mut report = |event| reporter.report(event);
+            let text = whole_text(&data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut report)?;
+            (data.clone(), text)
+        }
         None => validation(&trained, args.model.model.bos, &reporter)?,
     };
-    let windows = if args.seq_len.is_none() { windows.clamped_to(text.tokens.len()) } else { windows };
+    let windows = if args.seq_len.is_none() { windows.clamped_to(tokens.len()) } else { windows };
     reporter.begin("reading weights");
-    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
-    let count = windows.count(text.tokens.len()) as u64;
+    let loaded = args.model.load(&trained)?;
+    let model = ModelView::new(&loaded, args.model.dtype);
+    let count = windows.count(tokens.len()) as u64;
     reporter.begin("evaluating");
-    let found = evaluate(&model, &weights, args.model.dtype, &text.tokens, text.bytes_per_token, windows, |done| {
+    let found = evaluate(model, &tokens, bytes_per_token, windows, |done| {
         reporter.activity().advance("evaluating", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
@@ -70,10 +76,11 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
     let examples = eval_examples(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     reporter.begin("reading weights");
-    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
+    let loaded = args.model.load(trained)?;
+    let model = ModelView::new(&loaded, args.model.dtype);
     let count = examples.len() as u64;
     reporter.begin("answering");
-    let found = exact_match(trained, &model, &weights, args.model.dtype, &examples, |done| {
+    let found = exact_match(trained, model, &examples, |done| {
         reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
@@ -92,21 +99,8 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
     writeln!(out, "{report}").map_err(Error::stdout)
 }
 
-/// Tokens, and the average number of bytes per predicted token.
-struct Text {
-    tokens: TokenSource,
-    bytes_per_token: f64,
-}
-
-/// The whole text that the user named.
-fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(String, Text)> {
-    let (tokens, bytes_per_token) =
-        whole_text(&data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| reporter.report(event))?;
-    Ok((data.to_owned(), Text { tokens, bytes_per_token }))
-}
-
 /// The validation text of the model's run, with the BOS token that the run uses unless the user has given a rule.
-fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, Text)> {
+fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, (TokenSource, f64))> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let run = run.filter(|run| is_run(run)).ok_or_else(|| {
         Error::config("--data", "this model is not from a run; name a text with `--data`: `grammar` or a file")
@@ -126,7 +120,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
         (Some(share), _) => format!("{}, the last {} %", config.data, (100.0 * share) as f32),
         (None, val) => val.clone().unwrap_or_default(),
     };
-    Ok((data, Text { tokens: set.validation, bytes_per_token: set.validation_bytes_per_token }))
+    Ok((data, (set.validation, set.validation_bytes_per_token)))
 }
 
 fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: SlidingWindow, found: Evaluation) -> String {

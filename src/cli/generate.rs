@@ -4,6 +4,7 @@ use crate::cli::model::ModelArgs;
 use crate::cli::run_lookup::output_file;
 use crate::data::{Prompt, PromptRow};
 use crate::engine::model::KvCache;
+use crate::inference::ModelView;
 use crate::inference::chat::Chat;
 use crate::inference::generate::{
     BATCH_SIZE, GenerationRequest, Sampling, StopReason, TextStream, decode_after, generate, generate_batch, prompt_ids,
@@ -75,10 +76,9 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
         return Err(Error::config("--prompt", message));
     }
-    let open = args.model.open_device()?;
-    let (model, weights) = trained.load(args.model.dtype, &open)?;
+    let (model, weights) = args.model.load(&trained)?;
     let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-    let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &open.device)?;
+    let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &weights.device())?;
     let stop_token_ids = trained.stop_token_ids()?;
     let request = GenerationRequest {
         prompt: &prompt,
@@ -114,9 +114,9 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let (trained, reporter) = args.model.model.open()?;
     let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     let ids = encode(&trained, &rows)?;
-    let open = args.model.open_device()?;
     reporter.begin("reading weights");
-    let (model, weights) = trained.load(args.model.dtype, &open)?;
+    let loaded = args.model.load(&trained)?;
+    let model = ModelView::new(&loaded, args.model.dtype);
     let seeded = |number| Sampling { seed: sampling.seed.wrapping_add(number), ..sampling.clone() };
     let samplings: Vec<Sampling> = (0..rows.len() as u64).map(seeded).collect();
     let stop_token_ids = &trained.stop_token_ids()?[..];
@@ -131,7 +131,7 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     // Lines that wait for those of earlier rows.
     let mut lines: Vec<Option<String>> = vec![None; rows.len()];
     let mut write_lines = |write: &mut dyn FnMut(&str) -> Result<()>| {
-        generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
+        generate_batch(model, &requests, args.batch_size, |number, found| {
             let text = match rows[number].prompt {
                 Prompt::Text(_) => decode_after(&trained.tokenizer, &ids[number], found.text_ids()),
                 Prompt::Conversation(..) => trained.tokenizer.decode(found.text_ids()),

@@ -2,6 +2,7 @@
 
 use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
 use crate::engine::model::differing_choices;
+use crate::inference::ModelView;
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, chosen_experts, log_probs};
 use crate::precision::PrecisionPolicy;
@@ -58,20 +59,22 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     let advance = |what: &str, done: usize| reporter.activity().advance(what, PhaseProgress::Items(done as u64, total));
     let (sequences, exact) = {
         let policy = PrecisionPolicy::FP32;
-        let (model, weights) = trained.load(policy, &args.device.open(policy)?)?;
+        let loaded = trained.load(policy, &args.device.open(policy)?)?;
+        let model = ModelView::new(&loaded, policy);
         let extent = (args.sequences, tokens);
         let advance = |done| advance("sampling", done);
-        let sequences = Sequences::sample(&model, &weights, policy, &prompt, extent, args.seed, advance)?;
-        let experts = chosen_experts(&model, &weights, policy, &sequences)?;
+        let sequences = Sequences::sample(model, &prompt, extent, args.seed, advance)?;
+        let experts = chosen_experts(model, &sequences)?;
         (sequences, experts)
     };
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
         let what = format!("measuring {name}");
         reporter.begin(&what);
-        let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
-        let probs = log_probs(&model, &weights, *policy, &sequences, |done| advance(&what, done))?;
-        let experts = differing_choices(&exact, &chosen_experts(&model, &weights, *policy, &sequences)?);
+        let loaded = trained.load(*policy, &args.device.open(*policy)?)?;
+        let model = ModelView::new(&loaded, *policy);
+        let probs = log_probs(model, &sequences, |done| advance(&what, done))?;
+        let experts = differing_choices(&exact, &chosen_experts(model, &sequences)?);
         found.push((name.clone(), Mismatch { experts, ..Mismatch::new(&probs, tokens) }));
     }
     drop(reporter);

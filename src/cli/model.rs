@@ -5,6 +5,7 @@ use crate::cli::run_lookup::{RunsDirArgs, is_model, is_run, run_or_path};
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::KernelBackend;
+use crate::engine::model::{Decoder, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
@@ -150,13 +151,9 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    pub(super) fn open_device(&self) -> Result<DeviceContext> {
-        self.device.open(self.dtype)
-    }
-
-    /// Runs `work` on the requested number of threads.
-    pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-        on_threads(self.threads, work)
+    /// Loads the model on its device.
+    pub(super) fn load(&self, trained: &TrainedModel) -> Result<(Decoder, Parameters)> {
+        trained.load(self.dtype, &self.device.open(self.dtype)?)
     }
 }
 

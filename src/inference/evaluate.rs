@@ -3,10 +3,9 @@
 //! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
-use super::not_finite;
+use super::{ModelView, not_finite};
 use crate::data::{EvalLoader, IGNORE_INDEX, SequenceIndex, TokenSource};
-use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
-use crate::precision::PrecisionPolicy;
+use crate::engine::model::{ForwardMode, InputIds, Workspace};
 use crate::{Error, Result};
 use serde::Serialize;
 
@@ -93,21 +92,20 @@ impl Evaluation {
 /// number of windows done after every batch. Fails with [`Error::Model`] if the model's logits are not finite,
 /// [`Error::Data`] for a text without a token to predict.
 pub fn evaluate(
-    model: &Decoder,
-    weights: &Parameters,
-    policy: PrecisionPolicy,
+    model: ModelView<'_>,
     tokens: &TokenSource,
     bytes_per_token: f64,
     windows: SlidingWindow,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
     if tokens.is_samples() {
-        return evaluate_samples(model, weights, policy, tokens, bytes_per_token, windows, progress);
+        return evaluate_samples(model, tokens, bytes_per_token, windows, progress);
     }
+    let ModelView { decoder, weights, policy } = model;
     let SlidingWindow { seq_len, batch_size, .. } = windows;
     let count = windows.count(tokens.len());
     let batch_size = batch_size.min(count.max(1));
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
+    let mut workspace = Workspace::for_evaluation(decoder.spec(), policy, (batch_size, seq_len), &weights.device())?;
     let mut ids = vec![0; batch_size * seq_len];
     let mut labels = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);
@@ -130,8 +128,8 @@ pub fn evaluate(
         }
         let mut narrow = None;
         let workspace = workspace.for_seq_len(seq_len, &mut narrow)?;
-        model.forward(weights, InputIds::new(ids, seq_len), ForwardMode::Eval, workspace, &mut ())?;
-        loss += model.loss(weights, labels, workspace)?;
+        decoder.forward(weights, InputIds::new(ids, seq_len), ForwardMode::Eval, workspace, &mut ())?;
+        loss += decoder.loss(weights, labels, workspace)?;
         predicted += labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
         progress(first);
     }
@@ -141,27 +139,26 @@ pub fn evaluate(
 
 /// Like [`evaluate`], for samples: each is computed separately, truncated to the window's length.
 fn evaluate_samples(
-    model: &Decoder,
-    weights: &Parameters,
-    policy: PrecisionPolicy,
+    model: ModelView<'_>,
     tokens: &TokenSource,
     bytes_per_token: f64,
     SlidingWindow { seq_len, batch_size, .. }: SlidingWindow,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
+    let ModelView { decoder, weights, policy } = model;
     let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
     let seq_len = seq_len.min(longest.max(1));
     let index = SequenceIndex::new(tokens.clone(), seq_len, false, "validation data")?;
     let mut batches = EvalLoader::from_index(index, batch_size, None)?;
     let mut batch = batches.batch();
     let shape = (batch.batch_size, seq_len);
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, shape, &weights.device())?;
+    let mut workspace = Workspace::for_evaluation(decoder.spec(), policy, shape, &weights.device())?;
     let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
     while batches.next_batch(&mut batch) {
         let mut narrow = None;
         let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        model.forward(weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
-        loss += model.loss(weights, &batch.labels, workspace)?;
+        decoder.forward(weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
+        loss += decoder.loss(weights, &batch.labels, workspace)?;
         predicted += batch.num_label_tokens as u64;
         done += batch.labels.chunks(batch.seq_len).filter(|row| row.iter().any(|&id| id != IGNORE_INDEX)).count();
         progress(done);

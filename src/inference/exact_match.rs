@@ -1,11 +1,10 @@
 //! Counts the questions that a model answers exactly.
 
 use crate::data::EvalExample;
-use crate::engine::model::{Decoder, Parameters};
+use crate::inference::ModelView;
 use crate::inference::chat::Chat;
 use crate::inference::generate::{BATCH_SIZE, GenerationRequest, Sampling, generate_batch};
 use crate::inference::trained::TrainedModel;
-use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use serde::Serialize;
 
@@ -30,9 +29,7 @@ pub struct ExactMatch {
 /// [`Error::Data`] for a question that fills the model's context.
 pub fn exact_match(
     trained: &TrainedModel,
-    model: &Decoder,
-    weights: &Parameters,
-    policy: PrecisionPolicy,
+    model: ModelView<'_>,
     examples: &[EvalExample],
     mut progress: impl FnMut(usize),
 ) -> Result<ExactMatch> {
@@ -59,7 +56,7 @@ pub fn exact_match(
     let requests: Vec<GenerationRequest<'_>> = requests.collect();
     let mut said = vec![String::new(); examples.len()];
     let mut done = 0;
-    generate_batch(model, weights, policy, &requests, BATCH_SIZE, |number, found| {
+    generate_batch(model, &requests, BATCH_SIZE, |number, found| {
         said[number] = tokenizer.decode(found.text_ids())?;
         done += 1;
         progress(done);

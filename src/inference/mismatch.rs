@@ -6,9 +6,9 @@
 //! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
 
 use crate::engine::kernels::view::to_host;
-use crate::engine::model::{Decoder, ExpertChoices, ForwardMode, InputIds, KvCache, Parameters, Workspace};
+use crate::engine::model::{ExpertChoices, ForwardMode, InputIds, KvCache, Workspace};
+use crate::inference::ModelView;
 use crate::inference::generate::{GenerationRequest, Sampling, generate};
-use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use serde::Serialize;
@@ -68,15 +68,13 @@ pub struct Mismatch {
 impl Sequences {
     /// Sequences of `tokens` predicted tokens, sampled by the model after `prompt`.
     pub fn sample(
-        model: &Decoder,
-        weights: &Parameters,
-        policy: PrecisionPolicy,
+        ModelView { decoder, weights, policy }: ModelView<'_>,
         prompt: &[u32],
         (count, tokens): (usize, usize),
         seed: u64,
         mut progress: impl FnMut(usize),
     ) -> Result<Self> {
-        let mut cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, &weights.device())?;
+        let mut cache = KvCache::new(decoder.spec(), policy, prompt.len() + tokens, &weights.device())?;
         let ids = (0..count as u64).map(|sequence| {
             progress(sequence as usize);
             let mut ids = prompt.to_vec();
@@ -84,7 +82,7 @@ impl Sequences {
             let sampling = Sampling { seed: seed.wrapping_add(sequence), ..Sampling::default() };
             let request = GenerationRequest { prompt, max_tokens: tokens, stop_token_ids: &[], sampling: &sampling };
             cache.truncate(0);
-            generate(model, weights, &mut cache, request, |id| {
+            generate(decoder, weights, &mut cache, request, |id| {
                 ids.push(id);
                 Ok(true)
             })?;
@@ -96,13 +94,8 @@ impl Sequences {
 
 /// The log-probabilities of each predicted token of `sequences`, in training and in generation. Fails with
 /// [`Error::Model`] where logits are not finite.
-pub fn log_probs(
-    model: &Decoder,
-    weights: &Parameters,
-    policy: PrecisionPolicy,
-    sequences: &Sequences,
-    mut progress: impl FnMut(usize),
-) -> Result<LogProbs> {
+pub fn log_probs(model: ModelView<'_>, sequences: &Sequences, mut progress: impl FnMut(usize)) -> Result<LogProbs> {
+    let ModelView { decoder, weights, policy } = model;
     let device = weights.device();
     let batch = sequences.ids.len();
     let length = sequences.ids.first().map_or(0, Vec::len);
@@ -110,27 +103,27 @@ pub fn log_probs(
         return Ok(LogProbs::default());
     }
     let seq_len = length - 1;
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch, seq_len), &device)?;
+    let mut workspace = Workspace::for_evaluation(decoder.spec(), policy, (batch, seq_len), &device)?;
     let ids: Vec<u32> = sequences.ids.iter().flat_map(|ids| ids[..seq_len].iter().copied()).collect();
-    model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
+    decoder.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
     let targets: Vec<u32> = sequences.ids.iter().flat_map(|ids| ids[1..].iter().copied()).collect();
-    model.loss(weights, &targets, &workspace)?;
+    decoder.loss(weights, &targets, &workspace)?;
     let losses = to_host(workspace.losses())?.to_vec1::<f32>()?;
-    let mut cache = KvCache::new(model.spec(), policy, seq_len, &device)?;
+    let mut cache = KvCache::new(decoder.spec(), policy, seq_len, &device)?;
     let mut found = LogProbs::default();
     for (row, ids) in sequences.ids.iter().enumerate() {
         progress(row);
         // All rows in one product, as the training head computes them.
         let hidden = workspace.hidden().narrow(0, row * seq_len, seq_len)?;
-        let training = rows(&model.logits(weights, &hidden)?)?;
+        let training = rows(&decoder.logits(weights, &hidden)?)?;
         cache.truncate(0);
         for place in sequences.prompt..length {
-            let cached = cache.reusable(model.spec(), 0, place);
-            let hidden = model.decode(weights, &ids[cached..place], &mut cache)?;
+            let cached = cache.reusable(decoder.spec(), 0, place);
+            let hidden = decoder.decode(weights, &ids[cached..place], &mut cache)?;
             let last = hidden.narrow(0, place - cached - 1, 1)?;
-            let logits = model.logits(weights, &last)?;
+            let logits = decoder.logits(weights, &last)?;
             found.training.push(-f64::from(losses[row * seq_len + place - 1]));
-            found.generation.extend(model.log_probs(&logits, &ids[place..=place])?.into_iter().map(f64::from));
+            found.generation.extend(decoder.log_probs(&logits, &ids[place..=place])?.into_iter().map(f64::from));
             let [training, generation] = [log_softmax(&training[place - 1])?, log_softmax(&rows(&logits)?[0])?];
             let terms = generation.iter().zip(&training).map(|(p, q)| p.exp() * (p - q));
             found.kl.push(terms.sum());
@@ -140,18 +133,14 @@ pub fn log_probs(
 }
 
 /// The sets of experts that the training forward pass chooses for each token and block of `sequences`; none without experts.
-pub fn chosen_experts(
-    model: &Decoder,
-    weights: &Parameters,
-    policy: PrecisionPolicy,
-    sequences: &Sequences,
-) -> Result<Vec<Vec<u32>>> {
-    let (Some(experts), Some(first)) = (model.spec().experts, sequences.ids.first()) else { return Ok(Vec::new()) };
+pub fn chosen_experts(model: ModelView<'_>, sequences: &Sequences) -> Result<Vec<Vec<u32>>> {
+    let ModelView { decoder, weights, policy } = model;
+    let (Some(experts), Some(first)) = (decoder.spec().experts, sequences.ids.first()) else { return Ok(Vec::new()) };
     let shape = (sequences.ids.len(), first.len());
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, shape, &weights.device())?;
+    let mut workspace = Workspace::for_evaluation(decoder.spec(), policy, shape, &weights.device())?;
     let mut hook = ExpertChoices::new(experts);
     let ids = sequences.ids.concat();
-    model.forward(weights, InputIds::new(&ids, shape.1), ForwardMode::Eval, &mut workspace, &mut hook)?;
+    decoder.forward(weights, InputIds::new(&ids, shape.1), ForwardMode::Eval, &mut workspace, &mut hook)?;
     Ok(hook.sets)
 }
 
@@ -192,17 +181,11 @@ impl Mismatch {
 
 impl Ratios {
     fn of(ratios: impl Iterator<Item = f64>) -> Self {
-        let mut min = f64::INFINITY;
-        let mut max = f64::NEG_INFINITY;
-        let mut sum = 0.0;
-        let mut count = 0u32;
-        for ratio in ratios {
-            min = min.min(ratio);
-            max = max.max(ratio);
-            sum += ratio;
-            count += 1;
-        }
-        Self { min, mean: sum / f64::from(count), max }
+        let ratios: Vec<f64> = ratios.collect();
+        let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
+        let min = ratios.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = ratios.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        Self { min, mean, max }
     }
 }
 

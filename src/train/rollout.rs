@@ -7,6 +7,7 @@
 use crate::data::{Batch, EvalLoader, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
 use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::ForwardMode;
+use crate::inference::ModelView;
 use crate::inference::generate::{BATCH_SIZE, Completion, GenerationRequest, Sampling, StopReason, generate_batch};
 use crate::precision::PrecisionPolicy;
 use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics, float};
@@ -270,7 +271,8 @@ impl Rollouts {
                 (0..count).map(of).collect()
             })
             .collect();
-        let (group, model, weights) = (&engine.group, &engine.model, &engine.state.weights);
+        let (group, weights) = (&engine.group, &engine.state.weights);
+        let model = ModelView { decoder: &engine.model, weights, policy: self.policy };
         let own = || (group.rank()..groups.len()).step_by(group.world_size());
         let requests: Vec<GenerationRequest<'_>> = own()
             .flat_map(|at| samplings[at].iter().map(move |sampling| (at, sampling)))
@@ -282,7 +284,7 @@ impl Rollouts {
             .collect();
         let mut found: Vec<Option<Sampled>> = vec![None; requests.len()];
         let mut generate = || {
-            generate_batch(model, weights, self.policy, &requests, BATCH_SIZE, |number, completion: Completion| {
+            generate_batch(model, &requests, BATCH_SIZE, |number, completion: Completion| {
                 let text = self.tokenizer.decode(completion.text_ids())?;
                 let is_cut = completion.reason != StopReason::EndOfText;
                 let seed = requests[number].sampling.seed;

@@ -11,6 +11,7 @@ use candle_core::Device;
 use finetune::data::{DataSource, DatasetBuilder, TokenSource};
 use finetune::engine::device::DeviceContext;
 use finetune::engine::model::{ModelSpec, Parameters};
+use finetune::inference::ModelView;
 use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
@@ -59,8 +60,8 @@ fn measure(
     tokens: &TokenSource,
     windows: SlidingWindow,
 ) -> Evaluation {
-    let (model, weights) = trained.load(policy, &DeviceContext::cpu()).unwrap();
-    evaluate(&model, &weights, policy, tokens, 2.0, windows, |_| {}).unwrap()
+    let loaded = trained.load(policy, &DeviceContext::cpu()).unwrap();
+    evaluate(ModelView::new(&loaded, policy), tokens, 2.0, windows, |_| {}).unwrap()
 }
 
 /// A model folder, a text, the length of windows, and strides.

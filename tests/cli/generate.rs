@@ -10,6 +10,7 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{
     Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
 };
+use finetune::inference::ModelView;
 use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate, generate_batch};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
@@ -76,7 +77,9 @@ fn a_prompt_without_tokens_is_an_error() {
     let request = GenerationRequest { prompt: &[], max_tokens: 3, stop_token_ids: &[], sampling: &sampling };
     let mut cache = KvCache::new(model.spec(), policy, 8, &Device::Cpu).unwrap();
     let one = generate(&model, &weights, &mut cache, request, |_| Ok(true)).unwrap_err();
-    let several = generate_batch(&model, &weights, policy, &[request], 2, |_, _| Ok(())).unwrap_err();
+    let several =
+        generate_batch(ModelView { decoder: &model, weights: &weights, policy }, &[request], 2, |_, _| Ok(()))
+            .unwrap_err();
     for error in [one, several] {
         assert!(error.to_string().contains("has no tokens"), "{error}");
     }
@@ -290,7 +293,7 @@ fn a_text_that_outgrows_its_rotary_embeddings_is_that_of_recomputing_everything(
     let model = golden("families/phi3-longrope", PrecisionPolicy::FP32);
     let prompt: Vec<u32> = (3..16).collect();
     let request = GenerationRequest { prompt: &prompt, max_tokens: 8, stop_token_ids: &[], sampling: &GREEDY };
-    generate_batch(&model.0, &model.1, PrecisionPolicy::FP32, &[request], 1, |_, found| {
+    generate_batch(ModelView::new(&model, PrecisionPolicy::FP32), &[request], 1, |_, found| {
         assert_eq!(tokens(&model, 21, &prompt, 8, &[], &GREEDY).0, found.ids);
         let mut ids = prompt.clone();
         for (id, log_prob) in found.ids.iter().zip(&found.log_probs) {
@@ -319,7 +322,7 @@ fn batch(
     });
     let requests: Vec<GenerationRequest<'_>> = requests.collect();
     let mut texts = vec![(Vec::new(), StopReason::Callback); prompts.len()];
-    generate_batch(model, weights, policy, &requests, batch_size, |number, found| {
+    generate_batch(ModelView { decoder: model, weights, policy }, &requests, batch_size, |number, found| {
         texts[number] = (found.text_ids().to_vec(), found.reason);
         Ok(())
     })

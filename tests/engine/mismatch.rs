@@ -8,6 +8,7 @@ use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::isa::Isa;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace, differing_choices};
+use finetune::inference::ModelView;
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::generate::{Completion, GenerationRequest, Sampling, generate_batch};
 use finetune::inference::mismatch::{Mismatch, Sequences, chosen_experts, log_probs};
@@ -30,8 +31,9 @@ fn measured(
     sequences: &Sequences,
     kernels: Arc<dyn Kernels>,
 ) -> Mismatch {
-    let (decoder, weights) = model.load(policy, &DeviceContext { kernels, ..DeviceContext::cpu() }).unwrap();
-    Mismatch::new(&log_probs(&decoder, &weights, policy, sequences, |_| ()).unwrap(), sequences.ids[0].len() - 4)
+    let loaded = model.load(policy, &DeviceContext { kernels, ..DeviceContext::cpu() }).unwrap();
+    let probs = log_probs(ModelView::new(&loaded, policy), sequences, |_| ()).unwrap();
+    Mismatch::new(&probs, sequences.ids[0].len() - 4)
 }
 
 #[test]
@@ -42,7 +44,8 @@ fn choices_of_experts_that_differ_from_those_in_fp32_are_counted() {
     let sequences = Sequences { prompt: 1, ids };
     let chosen = |policy| {
         let engine = case.engine(policy, case.rows());
-        chosen_experts(&engine.model, &engine.state.weights, policy, &sequences).unwrap()
+        let model = ModelView { decoder: &engine.model, weights: &engine.state.weights, policy };
+        chosen_experts(model, &sequences).unwrap()
     };
     let [exact, narrow] = [PrecisionPolicy::FP32, PrecisionPolicy::BF16].map(chosen);
     assert_eq!(exact.len(), 2 * batch.inputs.len());
@@ -119,7 +122,7 @@ pub(crate) fn assert_exact(what: &str, (model, weights, policy): (&Decoder, &Par
             all[number] = Some(completion);
             Ok(())
         };
-        generate_batch(model, weights, policy, &requests, batch_size, keep).unwrap();
+        generate_batch(ModelView { decoder: model, weights, policy }, &requests, batch_size, keep).unwrap();
         all.into_iter().map(Option::unwrap).collect::<Vec<Completion>>()
     };
     let alone = generated(1);
@@ -167,33 +170,33 @@ fn generation_has_the_bits_of_training() {
 fn own_kernels_agree_exactly_and_candles_nearly() {
     let fixture = trained();
     let model = TrainedModel::open(&fixture.run("r"), None).unwrap();
-    let (decoder, weights) = model.load(PrecisionPolicy::FP32, &DeviceContext::cpu()).unwrap();
+    let loaded = model.load(PrecisionPolicy::FP32, &DeviceContext::cpu()).unwrap();
+    let fp32 = ModelView::new(&loaded, PrecisionPolicy::FP32);
+    let ModelView { decoder, weights, .. } = fp32;
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
-    let sequences =
-        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
+    let sequences = Sequences::sample(fp32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
     assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has its own seed");
 
     // Training's side is minus an evaluation's loss, generation's side comes from separate passes over each prefix.
-    let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();
+    let found = log_probs(fp32, &sequences, |_| ()).unwrap();
     assert_eq!([&found.training, &found.generation, &found.kl].map(Vec::len), [3 * TOKENS; 3]);
     let ids = &sequences.ids[1];
     let windows = SlidingWindow { seq_len: ids.len() - 1, stride: ids.len() - 1, batch_size: 1 };
     let text = TokenSource::from_ids(ids.clone());
-    let loss = evaluate(&decoder, &weights, PrecisionPolicy::FP32, &text, 1.0, windows, |_| ()).unwrap().loss;
-    let of_prompt: f64 = (1..4).map(|place| after(&decoder, &weights, &ids[..place], ids[place])).sum();
+    let loss = evaluate(fp32, &text, 1.0, windows, |_| ()).unwrap().loss;
+    let of_prompt: f64 = (1..4).map(|place| after(decoder, weights, &ids[..place], ids[place])).sum();
     let sum: f64 = found.training[TOKENS..2 * TOKENS].iter().sum();
     let expected = -loss * (ids.len() - 1) as f64 - of_prompt;
     assert!((sum - expected).abs() < 1e-4, "{sum} {expected}");
     for (at, found) in found.generation[TOKENS..2 * TOKENS].iter().enumerate() {
-        let expected = after(&decoder, &weights, &ids[..4 + at], ids[4 + at]);
+        let expected = after(decoder, weights, &ids[..4 + at], ids[4 + at]);
         assert!((found - expected).abs() < 1e-5, "token {at}: {found} {expected}");
     }
 
     // With candle's kernels both sides round nearly the same sums, so a half type differs seldom, where a sum lies close to the
     // middle of two numbers, and then by a unit of its last place.
-    let sequences =
-        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8, |_| ()).unwrap();
+    let sequences = Sequences::sample(fp32, &prompt, (12, 100), 8, |_| ()).unwrap();
     let of = |policy| measured(&model, policy, &sequences, Arc::new(CandleKernels));
     let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));
     assert!(fp32.largest < 1e-5, "{fp32:?}");
@@ -209,7 +212,7 @@ fn own_kernels_agree_exactly_and_candles_nearly() {
     // The same cache and the same pass twice give the same figures.
     assert_eq!(of(PrecisionPolicy::BF16), bf16);
     let mut cache = KvCache::new(decoder.spec(), PrecisionPolicy::FP32, 4, &candle_core::Device::Cpu).unwrap();
-    assert_eq!(decoder.decode(&weights, &prompt, &mut cache).unwrap().dims()[0], 4);
+    assert_eq!(decoder.decode(weights, &prompt, &mut cache).unwrap().dims()[0], 4);
 }
 
 #[test]

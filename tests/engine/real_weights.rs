@@ -11,6 +11,7 @@ use candle_core::{Device, Tensor};
 use finetune::data::TokenSource;
 use finetune::engine::device::DeviceContext;
 use finetune::engine::model::{ForwardMode, InputIds, KvCache, Workspace};
+use finetune::inference::ModelView;
 use finetune::inference::chat::Chat;
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::export::{ExportFormat, ExportScope, WeightDtype, export};
@@ -96,10 +97,10 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let prompt = bench.prompt();
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
-    let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
+    let loaded = trained.load(FP32, &DeviceContext::cpu()).unwrap();
     let windows = SlidingWindow::new(trained.spec.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
     let tokens = TokenSource::from_ids(text);
-    let ours = evaluate(&model, &weights, FP32, &tokens, 1.0, windows, |_| {}).unwrap();
+    let ours = evaluate(ModelView::new(&loaded, FP32), &tokens, 1.0, windows, |_| {}).unwrap();
     assert_eq!(theirs["tokens"], ours.tokens);
     let loss = theirs["loss"].as_f64().unwrap();
     assert!((ours.loss - loss).abs() < 1e-4, "{} here, {loss} there", ours.loss);
@@ -113,7 +114,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let mut ids: Vec<u32> = Vec::new();
     let request =
         GenerationRequest { prompt: &prompt, max_tokens: NEW, stop_token_ids: &stop_token_ids, sampling: &greedy };
-    generate(&model, &weights, &mut cache, request, |id| {
+    generate(&loaded.0, &loaded.1, &mut cache, request, |id| {
         ids.push(id);
         Ok(true)
     })

@@ -143,121 +143,84 @@ mod tests {
     use crate::train::Config;
 
     /// The commonest flags of four other trainers, as their users type them.
-    const COMMON: [(&str, &str); 4] = [
-        (
-            "transformers and TRL",
-            "model_name_or_path dataset_name output_dir num_train_epochs per_device_train_batch_size \
-             gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio max_steps bf16 logging_steps \
-             save_steps eval_steps report_to push_to_hub gradient_checkpointing load_in_4bit max_length packing \
-             assistant_only_loss seed weight_decay max_grad_norm loss_type ref_model reward_funcs epsilon scale_rewards \
-             label_smoothing max_prompt_length adam_beta2 load_best_model_at_end",
-        ),
-        (
-            "axolotl",
-            "base-model datasets sequence-len micro-batch-size gradient-accumulation-steps num-epochs learning-rate \
-             lr-scheduler optimizer adapter lora-r lora-alpha sample-packing val-set-size train-on-inputs \
-             gradient-checkpointing wandb-project evals-per-epoch saves-per-epoch warmup-steps",
-        ),
-        (
-            "mlx-lm",
-            "model train data iters batch-size num-layers learning-rate max-seq-length mask-prompt grad-checkpoint \
-             steps-per-eval steps-per-report save-every adapter-path resume-adapter-file fine-tune-type seed config",
-        ),
-        (
-            "Unsloth and LLaMA-Factory",
-            "model_name max_seq_length load_in_4bit r lora_alpha lora_dropout use_gradient_checkpointing \
-             random_state train_on_responses_only push_model stage do_train dataset template finetuning_type \
-             lora_target lora_rank cutoff_len save_total_limit",
-        ),
+    const COMMON: [&str; 4] = [
+        // transformers and TRL
+        "model_name_or_path dataset_name output_dir num_train_epochs per_device_train_batch_size \
+         gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio max_steps bf16 logging_steps \
+         save_steps eval_steps report_to push_to_hub gradient_checkpointing load_in_4bit max_length packing \
+         assistant_only_loss seed weight_decay max_grad_norm loss_type ref_model reward_funcs epsilon scale_rewards \
+         label_smoothing max_prompt_length adam_beta2 load_best_model_at_end",
+        // axolotl
+        "base-model datasets sequence-len micro-batch-size gradient-accumulation-steps num-epochs learning-rate \
+         lr-scheduler optimizer adapter lora-r lora-alpha sample-packing val-set-size train-on-inputs \
+         gradient-checkpointing wandb-project evals-per-epoch saves-per-epoch warmup-steps",
+        // mlx-lm
+        "model train data iters batch-size num-layers learning-rate max-seq-length mask-prompt grad-checkpoint \
+         steps-per-eval steps-per-report save-every adapter-path resume-adapter-file fine-tune-type seed config",
+        // Unsloth and LLaMA-Factory
+        "model_name max_seq_length load_in_4bit r lora_alpha lora_dropout use_gradient_checkpointing \
+         random_state train_on_responses_only push_model stage do_train dataset template finetuning_type \
+         lora_target lora_rank cutoff_len save_total_limit",
     ];
 
     /// The commonest commands of other trainers, typed after `finetune` instead of their program's name.
-    const COMMANDS_OF_OTHERS: [(&str, &[&str]); 4] = [
-        (
-            "TRL",
-            &[
-                "sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name stanfordnlp/imdb --output_dir out",
-                "sft --config sft.yaml",
-                "dpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/ultrafeedback_binarized",
-                "kto --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/kto-mix-14k",
-                "grpo --model_name_or_path Qwen/Qwen2.5-0.5B",
-                "reward --model_name_or_path Qwen/Qwen2.5-0.5B",
-                "rloo --config rloo.yaml",
-                "vllm-serve --model Qwen/Qwen2.5-0.5B",
-                "env",
-                "chat --model_name_or_path Qwen/Qwen2.5-0.5B",
-            ],
-        ),
-        (
-            "axolotl",
-            &[
-                "train config.yml",
-                "config.yml",
-                "preprocess config.yml",
-                "fetch examples",
-                "inference config.yml --lora-model-dir out",
-                "merge-lora config.yml --lora-model-dir out",
-                "evaluate config.yml",
-                "quantize config.yml",
-                "vllm-serve config.yml",
-                "train config.yml --learning-rate 1e-4 --micro-batch-size 2",
-            ],
-        ),
-        (
-            "LLaMA-Factory",
-            &[
-                "train examples/train_lora/llama3_lora_sft.yaml",
-                "chat examples/inference/llama3_lora_sft.yaml",
-                "export examples/merge_lora/llama3_lora_sft.yaml",
-                "api examples/inference/llama3_lora_sft.yaml",
-                "webui",
-                "webchat examples/inference/llama3.yaml",
-                "eval examples/inference/llama3.yaml",
-                "env",
-                "version",
-                "train --stage sft --do_train --model_name_or_path m --dataset d --template qwen --finetuning_type lora",
-            ],
-        ),
-        (
-            "mlx-lm",
-            &[
-                "lora --model mistralai/Mistral-7B-v0.1 --train --data data --iters 600",
-                "lora --model m --adapter-path adapters --data data --test",
-                "generate --model m --adapter-path adapters --prompt hello",
-                "generate --model m --prompt hello --max-tokens 100 --temp 0.5",
-                "chat --model m",
-                "fuse --model m --adapter-path adapters",
-                "fuse --model m --export-gguf",
-                "convert --hf-path m -q --upload-repo o/n",
-                "server --model m --port 8080",
-                "evaluate --model m --tasks arc_easy",
-            ],
-        ),
+    const COMMANDS_OF_OTHERS: [&str; 40] = [
+        // TRL
+        "sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name stanfordnlp/imdb --output_dir out",
+        "sft --config sft.yaml",
+        "dpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/ultrafeedback_binarized",
+        "kto --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/kto-mix-14k",
+        "grpo --model_name_or_path Qwen/Qwen2.5-0.5B",
+        "reward --model_name_or_path Qwen/Qwen2.5-0.5B",
+        "rloo --config rloo.yaml",
+        "vllm-serve --model Qwen/Qwen2.5-0.5B",
+        "env",
+        "chat --model_name_or_path Qwen/Qwen2.5-0.5B",
+        // axolotl
+        "train config.yml",
+        "config.yml",
+        "preprocess config.yml",
+        "fetch examples",
+        "inference config.yml --lora-model-dir out",
+        "merge-lora config.yml --lora-model-dir out",
+        "evaluate config.yml",
+        "quantize config.yml",
+        "vllm-serve config.yml",
+        "train config.yml --learning-rate 1e-4 --micro-batch-size 2",
+        // LLaMA-Factory
+        "train examples/train_lora/llama3_lora_sft.yaml",
+        "chat examples/inference/llama3_lora_sft.yaml",
+        "export examples/merge_lora/llama3_lora_sft.yaml",
+        "api examples/inference/llama3_lora_sft.yaml",
+        "webui",
+        "webchat examples/inference/llama3.yaml",
+        "eval examples/inference/llama3.yaml",
+        "env",
+        "version",
+        "train --stage sft --do_train --model_name_or_path m --dataset d --template qwen --finetuning_type lora",
+        // mlx-lm
+        "lora --model mistralai/Mistral-7B-v0.1 --train --data data --iters 600",
+        "lora --model m --adapter-path adapters --data data --test",
+        "generate --model m --adapter-path adapters --prompt hello",
+        "generate --model m --prompt hello --max-tokens 100 --temp 0.5",
+        "chat --model m",
+        "fuse --model m --adapter-path adapters",
+        "fuse --model m --export-gguf",
+        "convert --hf-path m -q --upload-repo o/n",
+        "server --model m --port 8080",
+        "evaluate --model m --tasks arc_easy",
     ];
 
     #[test]
-    fn common_commands_of_other_trainers_work_or_have_a_tip() {
-        for (trainer, commands) in COMMANDS_OF_OTHERS {
-            for line in commands {
-                let words = std::iter::once("finetune").chain(line.split_whitespace());
-                let Err(error) = definition().try_get_matches_from(words) else { continue };
-                let unknown = [ErrorKind::UnknownArgument, ErrorKind::InvalidSubcommand].contains(&error.kind());
-                assert!(!unknown || suggestion(&error).is_some(), "{trainer}: {line}: {error}");
-            }
-        }
-    }
-
-    #[test]
-    fn common_flags_of_other_trainers_work_or_have_a_tip() {
-        for (trainer, flags) in COMMON {
-            for flag in flags.split_whitespace() {
-                let Err(error) = definition().try_get_matches_from(["finetune", &format!("--{flag}=1")]) else {
-                    continue;
-                };
-                let unknown = error.kind() == ErrorKind::UnknownArgument;
-                let named = suggestion(&error).is_some() || error.get(ContextKind::SuggestedArg).is_some();
-                assert!(!unknown || named, "{trainer}: --{flag}: {error}");
-            }
+    fn common_flags_and_commands_of_other_trainers_work_or_have_a_tip() {
+        let flags = COMMON.iter().flat_map(|flags| flags.split_whitespace()).map(|flag| (format!("--{flag}=1"), true));
+        let commands = COMMANDS_OF_OTHERS.map(|line| (line.to_owned(), false));
+        for (line, is_flag) in flags.chain(commands) {
+            let words = std::iter::once("finetune").chain(line.split_whitespace());
+            let Err(error) = definition().try_get_matches_from(words) else { continue };
+            let unknown = [ErrorKind::UnknownArgument, ErrorKind::InvalidSubcommand].contains(&error.kind());
+            let named = suggestion(&error).is_some() || is_flag && error.get(ContextKind::SuggestedArg).is_some();
+            assert!(!unknown || named, "{line}: {error}");
         }
     }
 

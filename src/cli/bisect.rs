@@ -56,7 +56,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let mut folder = PathBuf::new();
     let mut from = 0;
     let config = if let Some(run) = &args.like {
-        reporter.begin("reading the run");
+        reporter.activity.begin("reading the run");
         folder = run_folder(run, &args.config.runs())?;
         let log = file_of_run(&folder, "events.jsonl")?;
         recorded = RecordedRun::read(&log)?;
@@ -89,9 +89,9 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let (bisection, difference) = thread_pool(&config, 1)?.install(|| {
         let mut tell = |event| reporter.report(event);
         let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), checkpoint.as_ref(), &mut tell)?;
-        let bisection = trainer.bisect(dtype, args.tolerance, reporter.activity())?;
+        let bisection = trainer.bisect(dtype, args.tolerance, &reporter.activity)?;
         let difference = if args.like.is_some() {
-            recorded.repeat(&mut trainer, &folder, from.saturating_add(1), temporary.path(), reporter.activity())?
+            recorded.repeat(&mut trainer, &folder, from.saturating_add(1), temporary.path(), &reporter.activity)?
         } else {
             None
         };

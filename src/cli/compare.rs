@@ -49,7 +49,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let html = args.html.as_ref().map(|file| output_file("--html", file, &logs)).transpose()?;
     let reporter = Reporter::start();
     let read = |(run, log): (&PathBuf, &PathBuf)| {
-        reporter.activity().begin(&format!("reading `{}`", run.display()));
+        reporter.activity.begin(&format!("reading `{}`", run.display()));
         RunSummary::read(log)
     };
     let summaries = args.runs.iter().zip(&logs).map(read).collect::<Result<_>>()?;

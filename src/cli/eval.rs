@@ -58,13 +58,13 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
         None => validation(&trained, args.model.model.bos, &reporter)?,
     };
     let windows = if args.seq_len.is_none() { windows.clamped_to(tokens.len()) } else { windows };
-    reporter.begin("reading weights");
+    reporter.activity.begin("reading weights");
     let loaded = args.model.load(&trained)?;
     let model = ModelView::new(&loaded, args.model.dtype);
     let count = windows.count(tokens.len()) as u64;
-    reporter.begin("evaluating");
+    reporter.activity.begin("evaluating");
     let found = evaluate(model, &tokens, bytes_per_token, windows, |done| {
-        reporter.activity().advance("evaluating", PhaseProgress::Items(done as u64, count));
+        reporter.activity.advance("evaluating", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
     let report =
@@ -75,13 +75,13 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 /// Counts the questions of `data` whose answers match exactly.
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
     let examples = eval_examples(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
-    reporter.begin("reading weights");
+    reporter.activity.begin("reading weights");
     let loaded = args.model.load(trained)?;
     let model = ModelView::new(&loaded, args.model.dtype);
     let count = examples.len() as u64;
-    reporter.begin("answering");
+    reporter.activity.begin("answering");
     let found = exact_match(trained, model, &examples, |done| {
-        reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
+        reporter.activity.advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
     let ExactMatch { asked, exact, wrong } = &found;

@@ -136,7 +136,7 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let reporter = Reporter::of("exporting");
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
     let upload = |id: &String| {
-        reporter.begin("uploading");
+        reporter.activity.begin("uploading");
         hub.push(id, &files_to_push(&trained, id, &written)?)
     };
     let address = args.push.push.as_ref().map(upload).transpose()?;

@@ -13,10 +13,10 @@ const CHART: (u16, u16) = (78, 14);
 
 /// Tests the rates and prints the chart and the suggestion.
 pub(super) fn run(trainer: &mut Trainer, reporter: Reporter) -> Result<()> {
-    reporter.begin("trying learning rates");
+    reporter.activity.begin("trying learning rates");
     let test = trainer.find_lr(|step| {
         let progress = PhaseProgress::Items(step, LrRangeTest::STEPS);
-        reporter.activity().advance("trying learning rates", progress);
+        reporter.activity.advance("trying learning rates", progress);
     })?;
     drop(reporter);
     let text = page(&test).printed(false, stdout().is_terminal());

@@ -59,13 +59,13 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     let (tokens, _) = whole_text(&args.data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| {
         reporter.report(event);
     })?;
-    reporter.begin("reading weights");
+    reporter.activity.begin("reading weights");
     let size = SampleSize { batches: args.batches, batch_size: args.batch_size, seq_len };
     let open = args.device.open(PrecisionPolicy::FP16)?;
     let (model, masters) = trained.load_merged(PrecisionPolicy::FP32, &open)?;
-    reporter.begin("measuring");
+    reporter.activity.begin("measuring");
     let report = fp16_check(&model, masters, tokens, size, |done, total| {
-        reporter.activity().advance("measuring", PhaseProgress::Items(done as u64, total as u64));
+        reporter.activity.advance("measuring", PhaseProgress::Items(done as u64, total as u64));
     })?;
     drop(reporter);
     let text = if args.json {

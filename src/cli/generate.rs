@@ -90,7 +90,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let mut stream = TextStream::after(&trained.tokenizer, &prompt)?;
     let began = Instant::now();
     let mut count = 0;
-    reporter.begin("reading the prompt");
+    reporter.activity.begin("reading the prompt");
     let mut reporter = Some(reporter);
     let receive = |id| {
         drop(reporter.take());
@@ -114,7 +114,7 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let (trained, reporter) = args.model.model.open()?;
     let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     let ids = encode(&trained, &rows)?;
-    reporter.begin("reading weights");
+    reporter.activity.begin("reading weights");
     let loaded = args.model.load(&trained)?;
     let model = ModelView::new(&loaded, args.model.dtype);
     let seeded = |number| Sampling { seed: sampling.seed.wrapping_add(number), ..sampling.clone() };
@@ -123,8 +123,8 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let max_tokens = args.max_tokens;
     let request = |(prompt, sampling)| GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
     let requests: Vec<GenerationRequest<'_>> = ids.iter().map(|ids| &ids[..]).zip(&samplings).map(request).collect();
-    reporter.begin("generating");
-    let activity = reporter.activity().clone();
+    reporter.activity.begin("generating");
+    let activity = reporter.activity.clone();
     let mut reporter = Some(reporter);
     let began = Instant::now();
     let (mut tokens, mut done, mut written) = (0, 0, 0);

@@ -30,9 +30,9 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     if trained.adapted()?.is_none() {
         return Err(Error::config("MODEL", "has no adapters to merge; specify them with `--adapter FOLDER`"));
     }
-    reporter.begin("exporting");
+    reporter.activity.begin("exporting");
     let written = export(&trained, args.dtype, format, ExportScope::Merged, path)?;
-    reporter.begin("comparing logits");
+    reporter.activity.begin("comparing logits");
     let open = args.device.open(PrecisionPolicy::FP32)?;
     let found = merge_error(&trained, path, format, args.dtype, &open)?;
     drop(reporter);

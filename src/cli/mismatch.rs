@@ -56,7 +56,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         return Err(Error::config("--max-tokens", message));
     }
     let total = args.sequences as u64;
-    let advance = |what: &str, done: usize| reporter.activity().advance(what, PhaseProgress::Items(done as u64, total));
+    let advance = |what: &str, done: usize| reporter.activity.advance(what, PhaseProgress::Items(done as u64, total));
     let (sequences, exact) = {
         let policy = PrecisionPolicy::FP32;
         let loaded = trained.load(policy, &args.device.open(policy)?)?;
@@ -70,7 +70,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
         let what = format!("measuring {name}");
-        reporter.begin(&what);
+        reporter.activity.begin(&what);
         let loaded = trained.load(*policy, &args.device.open(*policy)?)?;
         let model = ModelView::new(&loaded, *policy);
         let probs = log_probs(model, &sequences, |done| advance(&what, done))?;

@@ -71,7 +71,7 @@ impl ModelSourceArgs {
         } else {
             folder
         };
-        reporter.begin("reading the model");
+        reporter.activity.begin("reading the model");
         let mut find =
             |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
         let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?.with_bos(self.bos)?;
@@ -81,7 +81,7 @@ impl ModelSourceArgs {
         for damage in &trained.corrupt_files {
             reporter.notice(&format!("warning: skipped a damaged checkpoint: {damage}"));
         }
-        reporter.begin("reading weights");
+        reporter.activity.begin("reading weights");
         Ok((trained, reporter))
     }
 }
@@ -160,12 +160,13 @@ impl ModelArgs {
 /// Runs `work` on a number of threads, by default one for each processor.
 pub(super) fn on_threads<R: Send>(threads: Option<usize>, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     check_threads("--threads", threads)?;
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads.unwrap_or(0))
-        .thread_name(|i| format!("compute-{i}"))
-        .build()
-        .map_err(|error| Error::config("--threads", error.to_string()))?
-        .install(work)
+    pool("--threads", threads.unwrap_or(0))?.install(work)
+}
+
+/// A pool of `threads` threads, 0 for one per processor; `key` names the flag or key in an error.
+pub(super) fn pool(key: &str, threads: usize) -> Result<rayon::ThreadPool> {
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("compute-{i}"));
+    builder.build().map_err(|error| Error::config(key, error.to_string()))
 }
 
 #[cfg(test)]

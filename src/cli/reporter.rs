@@ -18,7 +18,7 @@ const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Reports the preparation on its own thread until it is dropped.
 pub(crate) struct Reporter {
-    activity: Activity,
+    pub(crate) activity: Activity,
     /// Cleaned lines to print above the status line; `None` only while it is being dropped.
     notices: Option<Sender<String>>,
     thread: Option<JoinHandle<()>>,
@@ -54,15 +54,6 @@ impl Reporter {
         let reporter = Self::start();
         reporter.activity.begin(phase);
         reporter
-    }
-
-    /// Ends the phase in progress, if any, and begins another.
-    pub(crate) fn begin(&self, phase: &str) {
-        self.activity.begin(phase);
-    }
-
-    pub(crate) fn activity(&self) -> &Activity {
-        &self.activity
     }
 
     pub(crate) fn report(&self, event: SetupEvent) {

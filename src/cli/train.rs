@@ -2,7 +2,7 @@
 
 use crate::cli::find_lr;
 use crate::cli::flags::ConfigArgs;
-use crate::cli::model::on_threads;
+use crate::cli::model::{on_threads, pool};
 use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
@@ -18,7 +18,7 @@ use crate::store::hub::free_bytes;
 use crate::telemetry::{
     self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, TensorBoard,
 };
-use crate::train::{Config, RunEnd, RunStart, SetupEvent, Trainer, open_device, with_heartbeat};
+use crate::train::{Config, RunEnd, RunStart, Trainer, open_device, with_heartbeat};
 use crate::ui::format::{clock, loss};
 use crate::untrusted::sanitize_block;
 use crate::{Error, Result};
@@ -126,7 +126,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     warnings.extend(trainer.changes().iter().map(changed));
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
-    reporter.report(SetupEvent::Phase("reading the log".into()));
+    reporter.activity.begin("reading the log");
     let history = RunState::history(log.path())?;
     trainer.restore_last_step(&history);
     drop(reporter);
@@ -268,15 +268,11 @@ pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
 pub(crate) fn thread_pool(config: &Config, sharers: usize) -> Result<rayon::ThreadPool> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let share = if sharers > 1 { (cores / sharers).max(1) } else { 0 };
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(config.threads.unwrap_or(share))
-        .thread_name(|i| format!("compute-{i}"))
-        .build()
-        .map_err(|error| Error::config("threads", error.to_string()))
+    pool("threads", config.threads.unwrap_or(share))
 }
 
 fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Resumed> {
-    reporter.report(SetupEvent::Phase("verifying the checkpoint".into()));
+    reporter.activity.begin("verifying the checkpoint");
     let named = args.config.given("checkpoint.run");
     let named = named.as_ref().and_then(toml::Value::as_str);
     if let (Some(run), Some(name)) = (run, named) {

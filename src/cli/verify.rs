@@ -168,8 +168,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         return verify_configuration(args, out);
     };
     let claim = args.claim.as_ref().map(|file| output_file("--claim", file, &[])).transpose()?;
-    let reporter = Reporter::start();
-    reporter.begin("reading the run");
+    let reporter = Reporter::of("reading the run");
     let mut subject = match run {
         file if file.is_file() => Subject::of_claim(file)?,
         run => Subject::of_run(run_folder(run, &args.config.runs())?)?,
@@ -218,7 +217,7 @@ fn repeat(
     let mut tell = |event| reporter.report(event);
     let mut trainer = Trainer::lead(group, config, checkpoint.as_ref(), &mut tell)?;
     processes::start_workers(&trainer, checkpoint.as_ref(), &**group)?;
-    let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
+    let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), &reporter.activity)?;
     trainer.stop_workers()?;
     if let Some(output) = claim
         && difference.is_none()
@@ -268,9 +267,9 @@ fn verify_configuration(args: &VerifyArgs, out: &mut dyn Write) -> Result<ExitCo
     let at = args.at.unwrap_or(steps / 2);
     let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let reporter = Reporter::start();
-    let activity = reporter.activity();
+    let activity = &reporter.activity;
     let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path(), activity))?;
-    reporter.begin("deleting the checkpoints of the proof");
+    reporter.activity.begin("deleting the checkpoints of the proof");
     drop(folder);
     drop(reporter);
     let (tensors, elements, skipped) = (proof.tensors, proof.elements, proof.skipped);

@@ -307,7 +307,7 @@ impl DatasetBuilder<'_> {
 mod tests {
     use super::*;
     use crate::data::document::tests::write_parquet;
-    use crate::data::tokenizer::tests::{byte_level_bpe, prefixing};
+    use crate::data::tokenizer::tests::{byte_level_bpe, prefixing, word_level};
     use crate::data::{ChatFormat, TemplateTokens};
 
     /// A source with this content.
@@ -366,12 +366,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let row = "{\"prompt\": \" \", \"chosen\": \"  \", \"rejected\": \"a\"}\n";
         let source = written(&folder, "rows.jsonl", &row.repeat(2));
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-        });
-        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        let tokenizer = word_level(&["a"], None, &serde_json::Value::Null);
         let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
         let error = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) }
             .load(&source, None, &tokenizer)

@@ -445,7 +445,7 @@ fn byte_json() -> Value {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
@@ -462,6 +462,26 @@ pub(super) mod tests {
         json["added_tokens"][0]["id"] = (257 + merges.len()).into();
         json["model"]["vocab"]["!!"] = 256.into();
         json.to_string().into_bytes()
+    }
+
+    /// A tokenizer of words, and perhaps a special token; the last word stands for unknown ones. `further` has other parts of its
+    /// `tokenizer.json`.
+    pub(crate) fn word_level(vocab: &[&str], special: Option<&str>, further: &Value) -> Tokenizer {
+        let ids: serde_json::Map<String, Value> =
+            vocab.iter().zip(0..).map(|(word, id)| ((*word).to_owned(), Value::from(id))).collect();
+        let added = special.map(|content| {
+            let mut token = byte_json()["added_tokens"][0].clone();
+            (token["content"], token["id"]) = (content.into(), vocab.len().into());
+            token
+        });
+        let mut json = json!({
+            "added_tokens": added.as_slice(), "pre_tokenizer": {"type": "Whitespace"},
+            "model": {"type": "WordLevel", "vocab": ids, "unk_token": vocab.last()},
+        });
+        for (name, part) in further.as_object().into_iter().flatten() {
+            json[name] = part.clone();
+        }
+        Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap()
     }
 
     fn byte_as_hugging_face() -> tokenizers::Tokenizer {
@@ -565,19 +585,8 @@ pub(super) mod tests {
 
     #[test]
     fn a_hugging_face_tokenizer_is_read_without_padding_or_truncation() {
-        let json = json!({
-            "version": "1.0",
-            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-            "padding": null,
-            "added_tokens": [{"id": 3, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": true}],
-            "normalizer": null,
-            "pre_tokenizer": {"type": "Whitespace"},
-            "post_processor": null,
-            "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
-        });
-        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        let truncation = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+        let tokenizer = word_level(&["a", "b", "?"], Some("</s>"), &json!({"truncation": truncation}));
         assert_eq!(tokenizer.encode("a b c a</s>").unwrap(), [0, 1, 2, 0, 3]);
         assert_eq!((tokenizer.vocab_size(), tokenizer.eos_id()), (4, Some(3)));
         assert!(!tokenizer.is_byte());
@@ -586,14 +595,7 @@ pub(super) mod tests {
     /// The vocabulary of a model distilled into Llama 3 has the names of both.
     #[test]
     fn deepseeks_end_of_text_is_known() {
-        let json = json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
-            "model": {
-                "type": "WordLevel", "vocab": {"a": 0, "<|eot_id|>": 1, "<｜end▁of▁sentence｜>": 2}, "unk_token": "a",
-            },
-        });
-        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        let tokenizer = word_level(&["a", "<|eot_id|>", "<｜end▁of▁sentence｜>"], None, &Value::Null);
         assert_eq!(tokenizer.eos_id(), Some(2));
     }
 

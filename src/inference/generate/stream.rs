@@ -70,7 +70,9 @@ impl<'a> TextStream<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::tokenizer::tests::word_level;
     use proptest::prelude::*;
+    use serde_json::{Value, json};
 
     fn pieces(ids: &[u32]) -> Vec<String> {
         pieces_of(&Tokenizer::byte(), ids)
@@ -92,14 +94,7 @@ mod tests {
 
     /// A tokenizer of words, whose decoder puts a space between two of them, with `<pad>` as token 3.
     fn words() -> Tokenizer {
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null, "decoder": null,
-            "pre_tokenizer": {"type": "Whitespace"},
-            "added_tokens": [{"id": 3, "content": "<pad>", "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": true}],
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "bc": 1, "?": 2, "<pad>": 3}, "unk_token": "?"},
-        });
-        Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap()
+        word_level(&["a", "bc", "?"], Some("<pad>"), &Value::Null)
     }
 
     #[test]
@@ -110,17 +105,10 @@ mod tests {
     /// The decoder of Llama 2.
     #[test]
     fn a_text_after_a_prompt_keeps_its_space() {
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
-            "pre_tokenizer": null,
-            "added_tokens": [{"id": 3, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": true}],
-            "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
-                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-            "model": {"type": "WordLevel", "vocab": {"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, "unk_token": "c"},
-        });
-        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        let decoder = json!({"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]});
+        let tokenizer = word_level(&["▁a", "▁b", "c"], Some("<s>"), &json!({"decoder": decoder}));
         assert_eq!(tokenizer.decode(&[1, 2]).unwrap(), "bc");
         for (prompt, text) in [(&[3, 0][..], " bc"), (&[3, 0, 2], " bc"), (&[3], "bc"), (&[], "bc")] {
             assert_eq!(decode_after(&tokenizer, prompt, &[1, 2]).unwrap(), text, "{prompt:?}");
@@ -130,13 +118,8 @@ mod tests {
     /// Bytes outside of the vocabulary are tokens, as in Llama 2 and Gemma.
     #[test]
     fn characters_of_byte_tokens_are_returned_whole() {
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
-            "pre_tokenizer": null, "added_tokens": [],
-            "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "<0xE8>": 1, "<0xAA>": 2, "<0x9E>": 3}, "unk_token": "a"},
-        });
-        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "bytes").unwrap();
+        let decoder = json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]});
+        let tokenizer = word_level(&["a", "<0xE8>", "<0xAA>", "<0x9E>"], None, &json!({"decoder": decoder}));
         let ids = [0, 1, 2, 3, 1, 2, 3, 0];
         assert_eq!(pieces_of(&tokenizer, &ids), ["a", "", "", "語", "", "", "語", "a", ""]);
     }

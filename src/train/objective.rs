@@ -264,14 +264,11 @@ impl Objective {
 
     /// Computes the reference's log-probabilities of a micro-batch, and KTO's estimate, before its forward pass.
     pub(super) fn refer(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<()> {
-        self.reference_logps.clear();
-        if self.settings.needs_reference() {
-            if self.settings.kind.samples_completions() {
-                self.reference.read_targets(pass, workspace, &mut self.reference_logps)?;
-            } else {
-                self.reference.read(pass, workspace, split, &mut self.reference_logps)?;
-            }
-        }
+        self.reference_logps = match self.settings.needs_reference() {
+            true if self.settings.kind.samples_completions() => self.reference.read_targets(pass, workspace)?,
+            true => self.reference.read(pass, workspace, split)?,
+            false => Vec::new(),
+        };
         self.kl = match self.mismatched(pass.batch) {
             Some(batch) => self.estimate_kl(BatchPass { batch: &batch, ..pass }, workspace, split)?,
             None => 0.0,
@@ -292,8 +289,7 @@ impl Objective {
 
     /// The mean log-ratio of completions that do not belong to their prompts, at least 0.
     fn estimate_kl(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<f64> {
-        let mut reference = Vec::new();
-        self.reference.read(pass, workspace, split, &mut reference)?;
+        let reference = self.reference.read(pass, workspace, split)?;
         let policy = pass.logps(ForwardMode::Eval, workspace)?;
         let ratios = policy.iter().zip(&reference).map(|((policy, _), reference)| policy - reference);
         Ok((ratios.sum::<f64>() / policy.len().max(1) as f64).max(0.0))

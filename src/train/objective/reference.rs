@@ -101,48 +101,32 @@ impl ReferenceLogps {
 }
 
 impl Reference {
-    /// Appends the log-probability of each target to `out`. Overwrites the buffers.
-    pub(super) fn read_targets(
-        &mut self,
-        pass: BatchPass<'_>,
-        workspace: &mut Workspace,
-        out: &mut Vec<f64>,
-    ) -> Result<()> {
-        let keep = |losses: &[f32]| out.extend(losses.iter().map(|loss| -f64::from(*loss)));
+    /// The log-probability of each target. Overwrites the buffers.
+    pub(super) fn read_targets(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace) -> Result<Vec<f64>> {
+        let logps = |losses: &[f32]| losses.iter().map(|loss| -f64::from(*loss)).collect();
         match self {
-            Self::Base => pass.with_losses(ForwardMode::Base, workspace, keep),
+            Self::Base => pass.with_losses(ForwardMode::Base, workspace, logps),
             Self::Model(it) => {
                 let (mut narrow, batch) = (None, pass.batch);
                 let workspace = it.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-                BatchPass { model: &it.model, weights: &it.weights, batch }.with_losses(
-                    ForwardMode::Eval,
-                    workspace,
-                    keep,
-                )
+                let pass = BatchPass { model: &it.model, weights: &it.weights, batch };
+                pass.with_losses(ForwardMode::Eval, workspace, logps)
             }
             Self::Stored(_) => Err(Error::engine("sampled completions have no stored reference")),
         }
     }
 
-    /// Appends the log-probability of each sequence to `out`. Overwrites the buffers.
-    pub(super) fn read(
-        &self,
-        pass: BatchPass<'_>,
-        workspace: &mut Workspace,
-        split: Split,
-        out: &mut Vec<f64>,
-    ) -> Result<()> {
+    /// The log-probability of each sequence. Overwrites the buffers.
+    pub(super) fn read(&self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<Vec<f64>> {
         match self {
-            Self::Base => out.extend(pass.logps(ForwardMode::Base, workspace)?.into_iter().map(|(logp, _)| logp)),
-            Self::Model(_) => return Err(Error::engine("the data's reference is computed before training")),
+            Self::Base => Ok(pass.logps(ForwardMode::Base, workspace)?.into_iter().map(|(logp, _)| logp).collect()),
+            Self::Model(_) => Err(Error::engine("the data's reference is computed before training")),
             Self::Stored(stored) => {
-                for sequence in &pass.batch.sequences {
-                    let message = "the reference's log-probability of a sequence is unknown: the data changed";
-                    let logp = stored.get(split, sequence.index);
-                    out.push(logp.ok_or_else(|| Error::data("the training data", message))?);
-                }
+                let message = "the reference's log-probability of a sequence is unknown: the data changed";
+                let unknown = || Error::data("the training data", message);
+                let logps = pass.batch.sequences.iter().map(|it| stored.get(split, it.index).ok_or_else(unknown));
+                logps.collect()
             }
         }
-        Ok(())
     }
 }

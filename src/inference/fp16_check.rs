@@ -176,8 +176,7 @@ pub fn fp16_check(
         }
     }
     let fp32 = fp32_units(&record.units);
-    let (best_scale, flushed) = best_scale(&record.units, &fp32);
-    let mut advice = recommend(&record.units, &fp32, flushed);
+    let (mut advice, best_scale, flushed) = recommend(&record.units, &fp32);
     if !matches!(advice, PrecisionAdvice::Bf16 { .. }) {
         // Verify in FP16.
         let policy = PrecisionPolicy::FP16;
@@ -263,29 +262,27 @@ fn best_scale(units: &BTreeMap<PrecisionUnit, UnitStats>, fp32: &BTreeSet<Precis
     (scale.max(1.0), weights.exponents.shares_at(scale.log2() as i32, FloatFormat::FP16).flushed)
 }
 
+/// The precision to recommend, with the scale and the share of [`best_scale`].
 fn recommend(
     units: &BTreeMap<PrecisionUnit, UnitStats>,
     fp32: &BTreeSet<PrecisionUnit>,
-    flushed: f64,
-) -> PrecisionAdvice {
-    if let Some((unit, _)) =
-        units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
-    {
-        return PrecisionAdvice::Bf16 { reason: format!("{unit} is not finite even in FP32; no dtype will help") };
-    }
-    if 2 * fp32.len() > units.len() {
-        let reason = format!("{} of {} units overflow FP16 or limit its loss scale", fp32.len(), units.len());
-        return PrecisionAdvice::Bf16 { reason };
-    }
-    if flushed > MAX_FLUSHED {
-        let reason = format!("{:.1} % of the weight gradients flush to zero at the best loss scale", 100.0 * flushed);
-        return PrecisionAdvice::Bf16 { reason };
-    }
-    if fp32.is_empty() {
-        PrecisionAdvice::Fp16
+) -> (PrecisionAdvice, f32, f64) {
+    let (scale, flushed) = best_scale(units, fp32);
+    let is_nan = |seen: &UnitStats| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan();
+    let problem = if let Some((unit, _)) = units.iter().find(|(_, seen)| is_nan(seen)) {
+        Some(format!("{unit} is not finite even in FP32; no dtype will help"))
+    } else if 2 * fp32.len() > units.len() {
+        Some(format!("{} of {} units overflow FP16 or limit its loss scale", fp32.len(), units.len()))
     } else {
-        PrecisionAdvice::Fp16WithFallback { units: fp32.iter().copied().collect() }
-    }
+        let text = || format!("{:.1} % of the weight gradients flush to zero at the best loss scale", 100.0 * flushed);
+        (flushed > MAX_FLUSHED).then(text)
+    };
+    let advice = match problem {
+        Some(reason) => PrecisionAdvice::Bf16 { reason },
+        None if fp32.is_empty() => PrecisionAdvice::Fp16,
+        None => PrecisionAdvice::Fp16WithFallback { units: fp32.iter().copied().collect() },
+    };
+    (advice, scale, flushed)
 }
 
 #[cfg(test)]
@@ -304,9 +301,8 @@ mod tests {
     fn verdict(units: [UnitStats; 4]) -> (PrecisionAdvice, f32) {
         let units: BTreeMap<PrecisionUnit, UnitStats> =
             units.into_iter().enumerate().map(|(block, seen)| (PrecisionUnit::Block(block), seen)).collect();
-        let fp32 = fp32_units(&units);
-        let (scale, flushed) = best_scale(&units, &fp32);
-        (recommend(&units, &fp32, flushed), scale)
+        let (advice, scale, _) = recommend(&units, &fp32_units(&units));
+        (advice, scale)
     }
 
     #[test]

@@ -210,7 +210,7 @@ impl ChatResponder<'_> {
     fn answer(&mut self, chat: &Chat) -> Result<String> {
         let Self { args, trained, model, weights, cache, sampling, stopped, out } = self;
         // The template has already added every special token.
-        let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
+        let prompt = trained.tokenizer.encode(&chat.asking(&chat.history, None)?)?;
         let context = trained.spec.max_position_embeddings;
         if prompt.len() >= context {
             let message = format!(

@@ -9,7 +9,7 @@ use clap::Args;
 use std::ffi::OsStr;
 use std::io::Write;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 /// Flags of `verify-distributed`, including those that define a run.
 #[derive(Args, Debug)]
@@ -92,10 +92,7 @@ fn train(launcher: Option<&str>, count: usize, config: &Path) -> Result<()> {
         }
         command.arg(&program);
     }
-    finish(command.args(["--plain", "--run", &name(count), "--config"]).arg(config))
-}
-
-fn finish(command: &mut Command) -> Result<()> {
+    command.args(["--plain", "--run", &name(count), "--config"]).arg(config);
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command.output().map_err(Error::io("start", &program))?;
     if output.status.success() {

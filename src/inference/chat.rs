@@ -36,11 +36,6 @@ impl Chat {
         })
     }
 
-    /// The prompt for the model's next answer.
-    pub fn prompt(&self) -> Result<String> {
-        self.asking(&self.history, None)
-    }
-
     /// The text of a `conversation` up to the start of the next answer, with further `variables` of the template.
     pub fn asking(&self, conversation: &Conversation, variables: Option<&minijinja::Value>) -> Result<String> {
         Ok(self.template.render(conversation, variables, true)?.text)

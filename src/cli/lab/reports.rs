@@ -125,10 +125,7 @@ impl ScalerArgs {
                 return Err(Error::config(flag, format!("{share} is not a share between 0 and 1")));
             }
         }
-        if !(1..=Self::MAX_STEPS).contains(&self.steps) {
-            let message = format!("{} is not a number from 1 to {}", self.steps, Self::MAX_STEPS);
-            return Err(Error::config("--steps", message));
-        }
+        check_within("--steps", self.steps, Self::MAX_STEPS)?;
         let started = run.and_then(RunData::scaler);
         let base = self.base.as_deref().unwrap_or(if run.is_some() { "" } else { "growth_interval=50" }).trim();
         let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };

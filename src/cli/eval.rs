@@ -4,13 +4,13 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::is_run;
-use crate::data::{Bos, TokenSource};
+use crate::data::{Bos, DatasetBuilder, TokenSource};
 use crate::inference::ModelView;
 use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
-use crate::train::{datasets, eval_examples, whole_text};
+use crate::train::{datasets, with_loader};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -51,9 +51,10 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let windows = SlidingWindow::new(trained.spec.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
     let (data, (tokens, bytes_per_token)) = match &args.data {
         Some(data) => {
+            let source = &data.parse()?;
+            let load = |loader: &mut DatasetBuilder<'_>| loader.load_unsplit(source, &trained.tokenizer);
             let mut report = |event| reporter.report(event);
-            let text = whole_text(&data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut report)?;
-            (data.clone(), text)
+            (data.clone(), with_loader(&[source], trained.dataset_options(), &mut report, load)?)
         }
         None => validation(&trained, args.model.model.bos, &reporter)?,
     };
@@ -74,7 +75,10 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 
 /// Counts the questions of `data` whose answers match exactly.
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
-    let examples = eval_examples(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
+    let source = &data.parse()?;
+    let mut report = |event| reporter.report(event);
+    let options = trained.dataset_options();
+    let examples = with_loader(&[source], options, &mut report, |loader| loader.eval_examples(source))?;
     reporter.activity.begin("reading weights");
     let loaded = args.model.load(trained)?;
     let model = ModelView::new(&loaded, args.model.dtype);

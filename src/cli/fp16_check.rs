@@ -1,10 +1,11 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::{DeviceArgs, ModelSourceArgs};
+use crate::data::DatasetBuilder;
 use crate::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, TensorAmax, UnitReport, fp16_check};
 use crate::precision::{PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::PhaseProgress;
-use crate::train::whole_text;
+use crate::train::with_loader;
 use crate::ui::{Column, Page, plain};
 use crate::{Error, Result};
 use clap::Args;
@@ -56,9 +57,10 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
             format!("{seq_len} is not between 1 and the model's context of {}", trained.spec.max_position_embeddings);
         return Err(Error::config("--seq-len", message));
     }
-    let (tokens, _) = whole_text(&args.data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| {
-        reporter.report(event);
-    })?;
+    let source = &args.data.parse()?;
+    let load = |loader: &mut DatasetBuilder<'_>| loader.load_unsplit(source, &trained.tokenizer);
+    let mut report = |event| reporter.report(event);
+    let (tokens, _) = with_loader(&[source], trained.dataset_options(), &mut report, load)?;
     reporter.activity.begin("reading weights");
     let size = SampleSize { batches: args.batches, batch_size: args.batch_size, seq_len };
     let open = args.device.open(PrecisionPolicy::FP16)?;

@@ -12,7 +12,7 @@ use crate::inference::generate::{
 use crate::inference::trained::TrainedModel;
 use crate::settings::number;
 use crate::telemetry::PhaseProgress;
-use crate::train::prompts;
+use crate::train::with_loader;
 use crate::{Error, Result};
 use clap::Args;
 use minijinja::Value;
@@ -112,7 +112,9 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let create = |path| Ok::<_, Error>((path, output_file("--output", path, &[input.into()])?));
     let output = args.output.as_deref().map(create).transpose()?;
     let (trained, reporter) = args.model.model.open()?;
-    let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
+    let source = &input.parse()?;
+    let mut report = |event| reporter.report(event);
+    let rows = with_loader(&[source], trained.dataset_options(), &mut report, |loader| loader.prompts(source))?;
     let ids = encode(&trained, &rows)?;
     reporter.activity.begin("reading weights");
     let loaded = args.model.load(&trained)?;

@@ -58,22 +58,17 @@ impl ModelSourceArgs {
         if !found.exists() && self.revision.is_none() {
             check_misspelling(name, names_in(&self.runs_dir.path))?;
         }
-        let folder = if self.revision.is_none() && (found.is_dir() || is_gguf(&found)) {
-            found
-        } else {
-            locate(name, self.revision.as_deref(), &mut |event| reporter.report(event))?.path
-        };
-        let folder = if self.best {
+        let mut find =
+            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
+        let is_local = self.revision.is_none() && (found.is_dir() || is_gguf(&found));
+        let mut folder = if is_local { found } else { find(name, self.revision.as_deref())? };
+        if self.best {
             if !is_run(&folder) {
                 return Err(Error::config("--best", format!("`{name}` is not a run; omit the flag")));
             }
-            best(&folder)?
-        } else {
-            folder
-        };
+            folder = best(&folder)?;
+        }
         reporter.activity.begin("reading the model");
-        let mut find =
-            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
         let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?.with_bos(self.bos)?;
         if let Some(adapter) = &self.adapter {
             trained = trained.with_adapters(adapter)?;

@@ -1,8 +1,8 @@
 //! Prepares training from a configuration: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent, Mixture,
-    PromptRow, SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
+    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, LoadEvent, Mixture,
+    SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::digest::Digest;
 use crate::engine::collective::ProcessGroup;
@@ -256,16 +256,12 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
     if path.is_symlink() {
         return wrong("the symbolic link leads to no file or folder; correct it");
     }
-    let remote = match name.strip_prefix("hf://").map(hub_file) {
-        Some(None) => {
+    if let Some(remote) = name.strip_prefix("hf://") {
+        let Some((repo, file)) = hub_file(remote) else {
             return wrong(
                 "write a model of the Hub as `owner/name`, and a GGUF file on it as `hf://owner/name/file.gguf`",
             );
-        }
-        Some(remote) => remote,
-        None => None,
-    };
-    if let Some((repo, file)) = remote {
+        };
         return find_on_hub(name, report, |hub| {
             let (path, commit) = hub.model_file(repo, revision, file)?;
             Ok(ModelLocation { path, commit: Some(commit) })
@@ -288,8 +284,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
 /// `owner/name` and the file of `owner/name/file.gguf`.
 fn hub_file(name: &str) -> Option<(&str, &str)> {
     let (at, _) = name.match_indices('/').nth(1)?;
-    let repo = &name[..at];
-    let file = &name[at + 1..];
+    let (repo, file) = (&name[..at], &name[at + 1..]);
     has_gguf_extension(file).then_some((repo, file))
 }
 
@@ -417,32 +412,8 @@ pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result
     Ok((training, validation))
 }
 
-/// All tokens of one text, and its average bytes per token; downloads missing files.
-pub fn whole_text(
-    text: &DataSource,
-    options: DatasetOptions,
-    tokenizer: &Tokenizer,
-    report: &mut SetupCallback<'_>,
-) -> Result<(TokenSource, f64)> {
-    with_loader(&[text], options, report, |loader| loader.load_unsplit(text, tokenizer))
-}
-
-/// The conversations of `source` with their last answers; downloads missing files.
-pub fn eval_examples(
-    source: &DataSource,
-    options: DatasetOptions,
-    report: &mut SetupCallback<'_>,
-) -> Result<Vec<EvalExample>> {
-    with_loader(&[source], options, report, |loader| loader.eval_examples(source))
-}
-
-/// The prompts in the rows of `source`; downloads missing files.
-pub fn prompts(source: &DataSource, options: DatasetOptions, report: &mut SetupCallback<'_>) -> Result<Vec<PromptRow>> {
-    with_loader(&[source], options, report, |loader| loader.prompts(source))
-}
-
 /// Runs `load` with a loader that can download what `sources` name.
-fn with_loader<T>(
+pub fn with_loader<T>(
     sources: &[&DataSource],
     options: DatasetOptions,
     report: &mut SetupCallback<'_>,

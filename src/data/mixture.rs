@@ -117,7 +117,7 @@ impl Mixture {
     ) -> impl Iterator<Item = (usize, &SequenceIndex, u64)> + Clone {
         groups.flat_map(move |(set, group)| {
             let index = &self.sets[set].index;
-            index.rows_of(std::iter::once(group)).map(move |row| (set, index, row))
+            index.rows_of(group).map(move |row| (set, index, row))
         })
     }
 

@@ -234,15 +234,15 @@ impl SequenceIndex {
         self.rows() / self.group_rows() as u64
     }
 
-    /// The rows of `groups`, in their order.
-    pub(super) fn rows_of(&self, groups: impl Iterator<Item = u64> + Clone) -> impl Iterator<Item = u64> + Clone {
+    /// The rows of a group.
+    pub(super) fn rows_of(&self, group: u64) -> Range<u64> {
         let each = self.group_rows() as u64;
-        groups.flat_map(move |group| group * each..(group + 1) * each)
+        group * each..(group + 1) * each
     }
 
     /// Inputs of a group's longest row.
     pub(super) fn group_len(&self, group: u64) -> usize {
-        self.rows_of(std::iter::once(group)).map(|row| self.row_len(row)).max().unwrap_or(0)
+        self.rows_of(group).map(|row| self.row_len(row)).max().unwrap_or(0)
     }
 
     /// Whether rows differ in length, so that a batch may be narrower than `seq_len`.

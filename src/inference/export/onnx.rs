@@ -202,7 +202,7 @@ impl GraphBuilder<'_> {
         let positions = self.positions();
         self.shapes();
 
-        let table = fp32_name(&format!("{}.weight", spec.layer_name(ModuleId::global(ModuleOp::Embedding))));
+        let table = self.weight_of(ModuleId::global(ModuleOp::Embedding));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
         let scale = match spec.embedding_scale {
             EmbeddingScale::Factor(factor) => factor,
@@ -214,7 +214,7 @@ impl GraphBuilder<'_> {
             stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
         }
         if spec.learned_positions {
-            let table = fp32_name(&format!("{}.weight", spec.layer_name(ModuleId::global(ModuleOp::Positions))));
+            let table = self.weight_of(ModuleId::global(ModuleOp::Positions));
             let rows = self.graph.op("Gather", &[&table, &positions.ids], &[]);
             stream = self.graph.op("Add", &[&stream, &rows], &[]);
         }
@@ -239,14 +239,19 @@ impl GraphBuilder<'_> {
             let head = spec.layer_name(ModuleId::global(ModuleOp::Head));
             self.integer_matmul(&normed, &head, Some(logits));
         } else {
-            let head = ModuleId::global(if spec.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
-            let head = fp32_name(&format!("{}.weight", spec.layer_name(head)));
+            let head = if spec.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head };
+            let head = self.weight_of(ModuleId::global(head));
             let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
             self.graph.op_as(logits, "MatMul", &[&normed, &head], &[]);
         }
         if spec.logits_softcap.is_some() {
             soft_cap(&mut self.graph, logits, "logit_cap", "logits");
         }
+    }
+
+    /// The name of a layer's weight in FP32.
+    fn weight_of(&self, layer: ModuleId) -> String {
+        fp32_name(&format!("{}.weight", self.spec.layer_name(layer)))
     }
 
     /// Constants shared by all blocks. A 0 in a shape copies the input's dimension.
@@ -445,18 +450,17 @@ impl GraphBuilder<'_> {
     }
 
     fn short_conv(&mut self, x: &str, block: usize, taps: usize) -> String {
-        let weight = self.spec.layer_name(ModuleId::in_block(block, ModuleOp::ShortConv));
+        let weight = self.weight_of(ModuleId::in_block(block, ModuleOp::ShortConv));
         let input = self.linear(x, block, LinearRole::ConvIn);
         let graph = &mut self.graph;
-        let thirds = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)];
-        let [b, c, x] = graph.split("Split", &[&input], &thirds);
+        let [b, c, x] = graph.equal_parts(&input);
         let products = graph.op("Mul", &[&b, &x], &[]);
         let channels_first = [Attribute::Ints("perm", &[0, 2, 1])];
         let products = graph.op("Transpose", &[&products], &channels_first);
         // Only tokens before the current one are read.
         let (pads, width) = ([taps as i64 - 1, 0], self.spec.hidden_size as i64);
         let attributes = [Attribute::Int("group", width), Attribute::Ints("pads", &pads)];
-        let sums = graph.op("Conv", &[&products, &fp32_name(&format!("{weight}.weight"))], &attributes);
+        let sums = graph.op("Conv", &[&products, &weight], &attributes);
         let sums = graph.op("Transpose", &[&sums], &channels_first);
         let gated = graph.op("Mul", &[&c, &sums], &[]);
         self.linear(&gated, block, LinearRole::ConvOut)
@@ -490,8 +494,7 @@ impl GraphBuilder<'_> {
         } else {
             (x, None)
         };
-        let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
-        let [a, b] = graph.split("Split", &[&x], &halves);
+        let [a, b] = graph.equal_parts(&x);
         let mut product = |half: &str, factor: &str| graph.op("Mul", &[half, factor], &[]);
         let (ac, bs, bc, as_) = (product(&a, cos), product(&b, sin), product(&b, cos), product(&a, sin));
         let (low, high) = (graph.op("Sub", &[&ac, &bs], &[]), graph.op("Add", &[&bc, &as_], &[]));
@@ -519,8 +522,7 @@ impl GraphBuilder<'_> {
         let activation = self.spec.activation;
         let [inner, up] = if self.spec.fused_gate_up {
             let both = self.linear(x, block, LinearRole::GateUp);
-            let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
-            self.graph.split("Split", &[&both], &halves).map(Some)
+            self.graph.equal_parts(&both).map(Some)
         } else if activation.is_gated() {
             [LinearRole::Gate, LinearRole::Up].map(|role| Some(self.linear(x, block, role)))
         } else {

@@ -82,6 +82,11 @@ impl Graph {
         names
     }
 
+    /// Splits the last axis of `x` into equal parts; returns their names.
+    pub(super) fn equal_parts<const N: usize>(&mut self, x: &str) -> [String; N] {
+        self.split("Split", &[x], &[Attribute::Int("axis", -1), Attribute::Int("num_outputs", N as i64)])
+    }
+
     /// A constant of integers; returns its name.
     pub(super) fn int(&mut self, name: &str, dims: &[i64], values: &[i64]) -> String {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();

@@ -385,15 +385,14 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_is_of_one_type() {
-        let message = bench("--model tiny --dtype fp32,fp16 --profile").unwrap_err().to_string();
-        assert!(message.starts_with("--profile: "), "{message}");
-    }
-
-    #[test]
-    fn a_sequence_longer_than_the_context_is_an_error() {
-        let message = bench("--model tiny --seq-len 129").unwrap_err().to_string();
-        assert!(message.contains("129") && message.contains("128"), "{message}");
+    fn flags_that_do_not_fit_are_errors() {
+        for (flags, expected) in [
+            ("--dtype fp32,fp16 --profile", "--profile: "),
+            ("--seq-len 129", "--seq-len: 129 exceeds the context of 128"),
+        ] {
+            let message = bench(&format!("--model tiny {flags}")).unwrap_err().to_string();
+            assert!(message.starts_with(expected), "{message}");
+        }
     }
 
     #[test]

@@ -308,33 +308,23 @@ mod tests {
     use crate::train::config::Config;
     use std::sync::Arc;
 
-    fn trainer() -> Trainer {
+    #[test]
+    fn only_consecutive_overflows_and_high_losses_end_a_run() {
+        type Check = fn(&mut Trainer, f64) -> Option<Error>;
         let mut config = Config::default();
         (config.train.batch_size, config.train.seq_len) = (1, 16);
-        Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap()
-    }
-
-    #[test]
-    fn only_consecutive_overflows_of_the_forward_pass_end_a_run() {
-        let mut trainer = trainer();
-        for _ in 0..2 {
-            assert!((1..MAX_FORWARD_OVERFLOWS).all(|_| trainer.check_forward(f64::NAN).is_none()));
-            assert!(trainer.check_forward(1.0).is_none());
+        let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+        for (check, [bad, worse], steps) in [
+            (Trainer::check_forward as Check, [f64::NAN, f64::INFINITY], MAX_FORWARD_OVERFLOWS),
+            (Trainer::check_divergence, [100.0; 2], DIVERGENCE_STEPS),
+        ] {
+            for _ in 0..2 {
+                assert!((1..steps).all(|_| check(&mut trainer, bad).is_none()));
+                assert!(check(&mut trainer, 1.0).is_none());
+            }
+            assert_eq!((1..=steps).find(|_| check(&mut trainer, worse).is_some()), Some(steps));
         }
-        let found = (1..=MAX_FORWARD_OVERFLOWS).find(|_| trainer.check_forward(f64::INFINITY).is_some());
-        assert_eq!(found, Some(MAX_FORWARD_OVERFLOWS));
         trainer.engine.state.counters.updates = 1;
         assert!(trainer.check_forward(f64::NAN).is_none(), "the weights are trained");
-    }
-
-    #[test]
-    fn only_consecutive_steps_are_a_divergence() {
-        let mut trainer = trainer();
-        for _ in 0..2 {
-            assert!((1..DIVERGENCE_STEPS).all(|_| trainer.check_divergence(100.0).is_none()));
-            assert!(trainer.check_divergence(1.0).is_none());
-        }
-        let found = (1..=DIVERGENCE_STEPS).find(|_| trainer.check_divergence(100.0).is_some());
-        assert_eq!(found, Some(DIVERGENCE_STEPS));
     }
 }

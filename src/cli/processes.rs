@@ -84,7 +84,9 @@ fn start(world_size: usize) -> Result<Arc<dyn ProcessGroup>> {
         let mut command = Command::new(&program);
         command
             .envs([("MASTER_ADDR", &master.host), (JOB_VARIABLE, &master.job)])
-            .envs([("MASTER_PORT", usize::from(master.port)), ("WORLD_SIZE", world_size), ("RANK", rank)].map(text))
+            .env("MASTER_PORT", master.port.to_string())
+            .env("WORLD_SIZE", world_size.to_string())
+            .env("RANK", rank.to_string())
             .env_remove("TORCHELASTIC_USE_AGENT_STORE")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -96,10 +98,6 @@ fn start(world_size: usize) -> Result<Arc<dyn ProcessGroup>> {
     }
     let launch = LaunchEnv { variable: "--processes", world_size, rank: 0, master: None };
     connect(&launch, &master, Some(listener))
-}
-
-fn text((name, value): (&str, usize)) -> (&str, String) {
-    (name, value.to_string())
 }
 
 fn connect(

@@ -520,11 +520,8 @@ impl Trainer {
         let mut paused = false;
         loop {
             self.beat()?;
-            if self.interrupt.load(Ordering::Relaxed) {
-                self.save_last()?;
-                return Ok(Some(FinishReason::Interrupted));
-            }
             let command = match &self.commands {
+                _ if self.interrupt.load(Ordering::Relaxed) => Some(Command::Interrupt),
                 None => None,
                 Some(commands) if paused => commands.recv_timeout(std::time::Duration::from_millis(50)).ok(),
                 Some(commands) => commands.try_recv().ok(),

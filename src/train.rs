@@ -36,8 +36,7 @@ pub use rollout::RolloutRecord;
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
-    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset_options, datasets, engine, locate, open_device,
-    rows, with_loader,
+    ModelSource, SetupCallback, SetupEvent, dataset_options, datasets, engine, locate, open_device, rows, with_loader,
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{LrRangeTest, RunEnd, RunStart, Trainer, with_heartbeat};

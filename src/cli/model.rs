@@ -59,7 +59,7 @@ impl ModelSourceArgs {
             check_misspelling(name, names_in(&self.runs_dir.path))?;
         }
         let mut find =
-            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
+            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.0);
         let is_local = self.revision.is_none() && (found.is_dir() || is_gguf(&found));
         let mut folder = if is_local { found } else { find(name, self.revision.as_deref())? };
         if self.best {

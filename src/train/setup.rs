@@ -69,15 +69,6 @@ pub struct ModelSource {
     weights: Option<WeightSource>,
 }
 
-/// Weights to begin with.
-#[derive(Debug)]
-pub struct InitialWeights {
-    /// The masters, or the shard of this process, and their working copy over the base.
-    pub weights: (MasterWeights, Parameters),
-    /// The identity of the base.
-    pub base: Option<Base>,
-}
-
 impl ModelSource {
     /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
     pub fn open(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
@@ -94,19 +85,16 @@ impl ModelSource {
         let given = config.tokenizer.as_ref().map(|file| Tokenizer::from_file(config.locate(file))).transpose()?;
         let named = ModelSpec::named(&config.model);
         let random = || WeightSource::Random(config.seed);
-        if config.model == "tiny" {
-            let spec = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
-            let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
-            return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
-        }
+        let is_tiny = config.model == "tiny";
         let model = &config.locate(&config.model).display().to_string();
-        if config.init == WeightInit::Random && !Path::new(model).exists() {
+        if is_tiny || config.init == WeightInit::Random && !Path::new(model).exists() {
             let unknown =
                 || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));
             let spec = named.ok_or_else(|| Error::config("model", unknown()))?;
-            return Self::checked(config, spec, given, AuxFiles::default(), None, Some(random()));
+            let tokenizer = given.or_else(|| is_tiny.then(Tokenizer::byte));
+            return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
         }
-        let ModelLocation { path, commit } = locate(model, config.revision.as_deref(), report)?;
+        let (path, commit) = locate(model, config.revision.as_deref(), report)?;
         let (spec, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
             (ModelFolder::read_config(&path)?, own, AuxFiles::of_folder(&path)?, random())
@@ -183,7 +171,7 @@ impl ModelSource {
         Ok(Self { name: config.model.clone(), spec, tokenizer, aux_files, chat, commit, weights })
     }
 
-    /// The initial weights.
+    /// The initial masters, or the shard of this process, with their working copy, and the identity of their base.
     pub fn initial(
         &self,
         config: &Config,
@@ -191,7 +179,7 @@ impl ModelSource {
         kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
         report: &mut SetupCallback<'_>,
-    ) -> Result<InitialWeights> {
+    ) -> Result<((MasterWeights, Parameters), Option<Base>)> {
         let random = matches!(self.weights, Some(WeightSource::Random(_)));
         report(SetupEvent::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
         let policy = config.dtype;
@@ -212,7 +200,7 @@ impl ModelSource {
                 report(SetupEvent::Load(LoadEvent::Notice(message)));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, kernels)?;
-            return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base });
+            return Ok(((masters.shard(group, &weights)?, weights), base));
         }
         let fill = |into: &Parameters| {
             let Some(weights) = &self.weights else { return Ok(()) };
@@ -220,24 +208,15 @@ impl ModelSource {
             check(into)
         };
         let entries = self.spec.parameters();
-        let weights = MasterWeights::from_shard_fn(&entries, policy, device, group, kernels, fill)?;
-        Ok(InitialWeights { weights, base: None })
+        Ok((MasterWeights::from_shard_fn(&entries, policy, device, group, kernels, fill)?, None))
     }
 }
 
-/// The location of a model's files.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelLocation {
-    /// The folder, or the GGUF file.
-    pub path: PathBuf,
-    /// The commit of the Hub's files.
-    pub commit: Option<String>,
-}
-
 /// Finds the model called `name`: a local folder or GGUF file, or else a model of the Hub, which is downloaded unless
-/// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`. Fails with [`Error::Model`] or
+/// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`. Returns the folder or file, and the
+/// commit of the Hub's files. Fails with [`Error::Model`] or
 /// [`Error::Hub`] with the reason why `name` is no model or is unavailable, and a remedy.
-pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>) -> Result<ModelLocation> {
+pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>) -> Result<(PathBuf, Option<String>)> {
     let path = Path::new(name);
     let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));
     if path.is_dir() || is_gguf(path) {
@@ -248,7 +227,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
                 format!("`{name}` is a local {what}, which has no revision; remove it"),
             ));
         }
-        return Ok(ModelLocation { path: path.to_path_buf(), commit: None });
+        return Ok((path.to_path_buf(), None));
     }
     if path.exists() {
         return wrong(NOT_A_MODEL_FILE);
@@ -262,10 +241,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
                 "write a model of the Hub as `owner/name`, and a GGUF file on it as `hf://owner/name/file.gguf`",
             );
         };
-        return find_on_hub(name, report, |hub| {
-            let (path, commit) = hub.model_file(repo, revision, file)?;
-            Ok(ModelLocation { path, commit: Some(commit) })
-        });
+        return find_on_hub(name, report, |hub| hub.model_file(repo, revision, file));
     }
     if has_gguf_extension(name) {
         return wrong("the file does not exist; write a GGUF file on the Hub as `hf://owner/name/file.gguf`");
@@ -277,7 +253,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
     hub::check_name(name)?;
     find_on_hub(name, report, |hub| {
         let files = hub.model(name, revision)?;
-        Ok(ModelLocation { path: files.folder, commit: Some(files.commit) })
+        Ok((files.folder, files.commit))
     })
 }
 
@@ -292,15 +268,15 @@ fn hub_file(name: &str) -> Option<(&str, &str)> {
 fn find_on_hub(
     name: &str,
     report: &mut SetupCallback<'_>,
-    find: impl FnOnce(&mut Hub<'_>) -> Result<ModelLocation>,
-) -> Result<ModelLocation> {
+    find: impl FnOnce(&mut Hub<'_>) -> Result<(PathBuf, String)>,
+) -> Result<(PathBuf, Option<String>)> {
     report(SetupEvent::Phase(format!("resolving {name}")));
     let settings = Settings::from_env().offline_if_unreachable();
     let network_error = settings.network_error.clone();
     let mut progress = |event: LoadEvent| report(SetupEvent::Load(event));
-    let found = find(&mut Hub::new(settings).report_to(&mut progress))?;
+    let (path, commit) = find(&mut Hub::new(settings).report_to(&mut progress))?;
     note_cached_copy(network_error, name, report);
-    Ok(found)
+    Ok((path, Some(commit)))
 }
 
 /// Reports that a cached copy is used if there is no network.
@@ -510,15 +486,6 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
     Ok(())
 }
 
-/// The reference of the objective: the base of adapters, or probabilities that are computed before the first step.
-fn initial_reference(config: &Config, spec: &ModelSpec) -> Reference {
-    if config.objective.has_separate_reference(spec) {
-        Reference::Stored(ReferenceLogps::default())
-    } else {
-        Reference::Base
-    }
-}
-
 /// The engine of one process of `group` for `config` at its first step, from initial masters and their working copy, on the
 /// device of both and with its `kernels`.
 pub fn engine(
@@ -544,8 +511,10 @@ pub fn engine(
     let kept: Vec<_> = state.fallback.active().collect();
     check_blocks(config, spec, &kept)?;
     let rows = config.objective.rows(train.batch_size);
+    let stored = Reference::Stored(ReferenceLogps::default());
+    let reference = if config.objective.has_separate_reference(spec) { stored } else { Reference::Base };
     let mut engine = TrainEngine {
-        objective: Objective::new(config.objective.clone(), initial_reference(config, spec)),
+        objective: Objective::new(config.objective.clone(), reference),
         workspace: Workspace::for_training(spec, policy, (rows, train.seq_len), train.recompute, &device)?,
         grads: Gradients::sharded(&state.weights, policy, train.grad_accum, &*group, train.shard)?,
         group,

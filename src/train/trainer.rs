@@ -186,7 +186,7 @@ impl Trainer {
             None => ModelSource::open(&config, report)?,
         };
         let mut config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
-        let initial = source.initial(&config, &open.device, &*open.kernels, &*group, report)?;
+        let (weights, base) = source.initial(&config, &open.device, &*open.kernels, &*group, report)?;
         let DeviceContext { device, name, kernels, .. } = open;
         let chat = source.chat;
         let mut datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
@@ -214,7 +214,7 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum) * config.objective.iterations();
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
-        let engine = setup::engine(group, &config, &source.spec, initial.weights, kernels, total_steps)?;
+        let engine = setup::engine(group, &config, &source.spec, weights, kernels, total_steps)?;
         let stop_token_ids = aux_files.stop_token_ids(&source.spec, &source.tokenizer)?;
         let rows = setup::take_rows(&mut datasets);
         let rollouts = Rollouts::new(&config, &engine, &source.tokenizer, stop_token_ids.clone(), rows)?;
@@ -241,7 +241,7 @@ impl Trainer {
             loader,
             eval,
             fingerprint,
-            base: initial.base,
+            base,
             total_steps,
             run: None,
             emitter: Emitter::new(None),

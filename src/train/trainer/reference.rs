@@ -11,7 +11,7 @@ use crate::telemetry::PhaseProgress;
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, ReferenceModel, Split};
-use crate::train::setup::{InitialWeights, ModelSource};
+use crate::train::setup::ModelSource;
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};
 use std::io::{Read as _, Write as _, sink};
@@ -140,8 +140,7 @@ impl Trainer {
         }
         let device = engine.state.weights.device();
         let kernels = engine.model.kernels();
-        let InitialWeights { weights: (masters, mut weights), base } =
-            source.initial(&config, &device, kernels, &*engine.group, &mut |_| ())?;
+        let ((masters, mut weights), base) = source.initial(&config, &device, kernels, &*engine.group, &mut |_| ())?;
         let spec = source.spec;
         let PrecisionConfig { keep, fallback_dtype, .. } = &config.precision;
         let workspace = self.reference_workspace(&spec, keep)?;

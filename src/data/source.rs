@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use strum::{Display, EnumString, VariantNames};
 use tempfile::NamedTempFile;
 
 /// The advice at the end of errors about a source.
@@ -59,7 +60,8 @@ pub enum DataSource {
 }
 
 /// The name of built-in rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Display, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum BuiltInRows {
     /// `chats`: conversations whose answers can be checked.
     Chats,
@@ -73,8 +75,6 @@ pub enum BuiltInRows {
 const HELD_BACK: &str = "-held-back";
 
 impl BuiltInRows {
-    const NAMES: [(&str, Self); 3] = [("chats", Self::Chats), ("preferences", Self::Preferences), ("sums", Self::Sums)];
-
     /// The rows as JSON Lines.
     fn json_lines(self, held_out: bool) -> String {
         let pairs = self == Self::Preferences;
@@ -158,8 +158,7 @@ impl FromStr for DataSource {
 
 fn built_in(text: &str) -> Option<DataSource> {
     let (name, held_out) = text.strip_suffix(HELD_BACK).map_or((text, false), |name| (name, true));
-    let (_, rows) = BuiltInRows::NAMES.into_iter().find(|(known, _)| *known == name)?;
-    Some(DataSource::BuiltIn { rows, held_out })
+    Some(DataSource::BuiltIn { rows: name.parse().ok()?, held_out })
 }
 
 /// The source `hf://path`; without `datasets/`, a file would be one of a model.
@@ -183,10 +182,7 @@ impl fmt::Display for DataSource {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
-            Self::BuiltIn { rows, held_out } => {
-                let name = BuiltInRows::NAMES.iter().find(|(_, it)| it == rows).map_or("", |(name, _)| *name);
-                write!(f, "{name}{}", if *held_out { HELD_BACK } else { "" })
-            }
+            Self::BuiltIn { rows, held_out } => write!(f, "{rows}{}", if *held_out { HELD_BACK } else { "" }),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, path } => {
                 write!(f, "hf://datasets/{repo}")?;
@@ -219,8 +215,7 @@ fn suggest_path(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default();
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
-        let built_in = BuiltInRows::NAMES.iter().map(|(name, _)| *name);
-        names.extend(["grammar", "tiny_shakespeare"].into_iter().chain(built_in).map(str::to_owned));
+        names.extend(["grammar", "tiny_shakespeare"].iter().chain(BuiltInRows::VARIANTS).map(ToString::to_string));
     }
     let near = closest_match(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))

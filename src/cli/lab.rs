@@ -159,15 +159,13 @@ impl LabSession {
     }
 
     fn read(&mut self, path: &Path) -> Result<&RunData> {
-        if self.read.as_ref().is_none_or(|(read, _)| read != path) {
-            self.read = None;
+        let read = if let Some(kept) = self.read.take().filter(|(read, _)| read == path) {
+            kept
+        } else {
             self.tokenizer = None;
-        }
-        let (_, figures) = match self.read.take() {
-            Some(kept) => self.read.insert(kept),
-            None => self.read.insert((path.to_path_buf(), RunData::read(&find_log(Some(path), &self.runs)?)?)),
+            (path.to_path_buf(), RunData::read(&find_log(Some(path), &self.runs)?)?)
         };
-        Ok(figures)
+        Ok(&self.read.insert(read).1)
     }
 
     /// Measures the memory of a run's tokenizer by reading it as training does: 50,000 tokens take as much as a small

@@ -139,7 +139,7 @@ pub(crate) fn start_workers(
     group: &dyn ProcessGroup,
 ) -> Result<()> {
     let checkpoint = checkpoint.map(|it| it.path().into());
-    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(group)?;
+    RunStart { config: trainer.config.clone(), checkpoint }.broadcast(group)?;
     trainer.check_consistency()
 }
 

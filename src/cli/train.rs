@@ -124,7 +124,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     warnings.extend(warning);
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     warnings.extend(trainer.changes().iter().map(changed));
-    run.write_config(&trainer.config().to_toml()?)?;
+    run.write_config(&trainer.config.to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     reporter.activity.begin("reading the log");
     let history = RunState::history(log.path())?;
@@ -202,8 +202,8 @@ fn train_and_show(
     });
     let activity = trainer.activity.clone();
     let began = Instant::now();
-    let log_every = trainer.config().telemetry.log_every;
-    let prompt = trainer.config().train.prompt.clone();
+    let log_every = trainer.config.telemetry.log_every;
+    let prompt = trainer.config.train.prompt.clone();
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || {

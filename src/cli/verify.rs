@@ -225,11 +225,11 @@ fn repeat(
         let claim = Claim {
             program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
             instruction_set: Isa::current().to_string(),
-            kernels: trainer.engine().model.kernels().name().to_owned(),
+            kernels: trainer.engine.model.kernels().name().to_owned(),
             threads: rayon::current_num_threads(),
             processes: group.world_size(),
             repeated: [from, to],
-            config: trainer.config().to_toml()?,
+            config: trainer.config.to_toml()?,
             checkpoints: recorded.checkpoints.values().cloned().collect(),
         };
         let text = serde_json::to_string_pretty(&claim).map_err(|error| Error::data("a claim", error.to_string()))?;

@@ -46,8 +46,10 @@ use std::time::Instant;
 
 /// A run in progress.
 pub struct Trainer {
-    config: Config,
-    engine: TrainEngine,
+    /// The effective configuration, with the model's revision pinned.
+    pub config: Config,
+    /// The model and the state that steps change.
+    pub engine: TrainEngine,
     /// The device's display name.
     device: String,
     tokenizer: Tokenizer,
@@ -279,16 +281,6 @@ impl Trainer {
     /// The newest checkpoint written or read.
     pub fn checkpoint(&self) -> Option<&Path> {
         self.progress.checkpoint.as_deref()
-    }
-
-    /// The effective configuration, with the model's revision pinned.
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
-
-    /// The engine, for comparisons.
-    pub fn engine(&self) -> &TrainEngine {
-        &self.engine
     }
 
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {

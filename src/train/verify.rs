@@ -83,7 +83,7 @@ impl RecordedRun {
         let mut emitter = Emitter::new(None);
         let records = emitter.connect();
         trainer.attach(Run::open(folder)?, emitter);
-        let from = trainer.engine().state.counters.step;
+        let from = trainer.engine.state.counters.step;
         for step in from + 1..=to {
             activity.advance("repeating steps", PhaseProgress::Items(step, to));
             trainer.advance(1)?;
@@ -205,7 +205,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     let mut second = Trainer::new(Arc::new(SingleProcess), config, Some(&Checkpoint::open(&written)?), &mut |_| ())?;
     advance(&mut second, at, steps, "training, resumed")?;
     activity.begin("comparing");
-    let compared = &straight.engine().state;
+    let compared = &straight.engine.state;
     let wide = [&compared.weights, compared.masters.parameters(), &compared.adamw.exp_avg, &compared.adamw.exp_avg_sq];
     let narrow = compared.adamw.quantized_moments();
     let tensors = wide.iter().map(|kind| kind.tensors().len()).sum::<usize>() + 2 * narrow.len();

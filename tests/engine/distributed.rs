@@ -251,7 +251,7 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     config.dropout.residual = 0.0;
     let gradients = |trainer: &Trainer| -> Vec<f32> {
         let mut all = Vec::new();
-        for tensor in trainer.engine().grads.total().tensors() {
+        for tensor in trainer.engine.grads.total().tensors() {
             let tensor = read(tensor).unwrap();
             let View::F32(values) = tensor.view() else { panic!("not FP32") };
             all.extend_from_slice(values);
@@ -413,7 +413,7 @@ fn a_step_sends_the_bytes_of_the_formula() {
                 } else {
                     trainer.run_worker().unwrap();
                 }
-                let weights = trainer.engine().state.weights.tensors();
+                let weights = trainer.engine.state.weights.tensors();
                 let elements = weights.iter().map(|tensor| tensor.elem_count() as u64);
                 let blocks = elements.clone().map(|elements| elements.div_ceil(65_536)).sum::<u64>();
                 (counted.sent.load(Ordering::Relaxed) - before, elements.sum::<u64>(), blocks)
@@ -484,7 +484,7 @@ fn the_tree_costs_one_process_little() {
             clock.elapsed().as_secs_f64() * 1e3
         };
         let step = median((0..5).map(|_| timed(&mut || trainer.advance(1).unwrap())).collect());
-        let weights = &trainer.engine().state.weights;
+        let weights = &trainer.engine.state.weights;
         let mut along_tree = Gradients::new(weights, config.dtype, micro_batches).unwrap();
         let sum = weights.zeros_like(DType::F32).unwrap();
         let units: BTreeSet<_> = weights.layout().iter().map(|entry| entry.layer.unit()).collect();
@@ -530,7 +530,7 @@ fn each_process_holds_its_shard_of_masters_and_moments() {
     let bytes = |world: usize| {
         together(world, |process: Arc<dyn ProcessGroup>| {
             let trainer = Trainer::new(process, config("fp16"), None, &mut |_| ()).unwrap();
-            let state = &trainer.engine().state;
+            let state = &trainer.engine.state;
             [state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq]
                 .iter()
                 .map(|parameters| parameters.bytes())

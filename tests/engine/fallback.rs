@@ -26,8 +26,8 @@ use std::time::Duration;
 /// have them, and the gradient of the weights that read them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
     let mut trainer = run::trainer(&Config::resolve(&ConfigLayers::default()).unwrap());
-    let config = trainer.engine().model.spec().clone();
-    let masters = trainer.engine().state.masters.parameters().clone();
+    let config = trainer.engine.model.spec().clone();
+    let masters = trainer.engine.state.masters.parameters().clone();
     let scale = |name: &str, of_unit: &dyn Fn(usize) -> bool, factor: f32| {
         let change = |(i, x): (usize, &mut f32)| *x *= if of_unit(i) { factor } else { 1.0 };
         view::write_f32(masters.get(name).unwrap(), |values| values.iter_mut().enumerate().for_each(change)).unwrap();
@@ -138,7 +138,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
     let folder = tempfile::tempdir().unwrap();
     let model = with_outlier(folder.path());
     let (trainer, _) = train(config(&model, FallbackRule::Layer, 65536.0, false), 4, &folder.path().join("run"));
-    let state = &trainer.engine().state;
+    let state = &trainer.engine.state;
     let path = trainer.checkpoint().unwrap();
     let file = TensorFile::open(path.join("model.safetensors")).unwrap();
     let mut wide = 0;
@@ -149,7 +149,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
         assert_eq!(weight.dtype(), if in_fallback { DType::F32 } else { DType::F16 }, "{name}");
         assert_eq!(stored.dtype.to_string(), if in_fallback { "F32" } else { "F16" }, "{name}");
         assert_eq!(stored.to_f32().unwrap(), values(weight), "{name}");
-        let gradient = trainer.engine().grads.micro_batch_grads().get(name).unwrap();
+        let gradient = trainer.engine.grads.micro_batch_grads().get(name).unwrap();
         assert_eq!(gradient.dtype(), weight.dtype(), "{name}");
     }
     assert_eq!(wide, 12);
@@ -184,7 +184,7 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     config.precision.fallback_overflows = 2;
     let (trainer, events) = train(config.clone(), 10, &folder.path().join("high"));
     assert_eq!(retyped(&events).len(), 1, "its gradients are beyond FP16 at every step");
-    assert_eq!(trainer.engine().state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F32);
+    assert_eq!(trainer.engine.state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F32);
     // One overflow halves this scale to where the layer fits.
     config.scaler.min_scale = 1.0;
     config.scaler.init_scale = 2048.0;
@@ -192,7 +192,7 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     let (trainer, events) = train(config, 12, &folder.path().join("low"));
     let moves: Vec<_> = retyped(&events).iter().map(|moved| (moved.layer.as_str(), moved.to.as_str())).collect();
     assert_eq!(moves, [("h.1", "f32"), ("h.1", "f16")], "{moves:?}");
-    assert_eq!(trainer.engine().state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F16);
+    assert_eq!(trainer.engine.state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F16);
     let skipped_after = events.iter().skip_while(|event| !matches!(event, Event::DtypeChange(_)));
     assert!(!skipped_after.into_iter().any(|event| matches!(event, Event::Overflow(_))), "it fits at this scale");
 }

@@ -57,7 +57,7 @@ impl Bits {
 #[test]
 fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let (trainer, _) = advanced(&config(fp8(1)), 3);
-    let engine = trainer.engine();
+    let engine = &trainer.engine;
     let model = &engine.model;
     let weights = &engine.state.weights;
     let grads = engine.grads.micro_batch_grads();
@@ -97,13 +97,13 @@ fn a_block_in_fp8_trains_and_keeps_its_masters() {
     let (plain, _) = advanced(&config(Fp8Config::default()), 12);
     let losses: Vec<f32> = steps(&events).map(|step| step.loss).collect();
     assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
-    let state = &trainer.engine().state;
+    let state = &trainer.engine.state;
     for (name, weight) in state.weights.iter() {
         let master = state.masters.parameters().get(name).unwrap().to_dtype(DType::F16).unwrap();
         assert_eq!(values(weight), values(&master), "{name}");
     }
     let moved = |name: &str| {
-        let of = |trainer: &Trainer| values(trainer.engine().state.masters.parameters().get(name).unwrap());
+        let of = |trainer: &Trainer| values(trainer.engine.state.masters.parameters().get(name).unwrap());
         of(&trainer) != of(&plain)
     };
     assert!(moved("h.1.mlp.c_fc.weight") && moved("h.0.mlp.c_fc.weight"), "it computes as without");
@@ -126,7 +126,7 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
 #[test]
 fn the_state_of_another_block_is_discarded() {
     let (trainer, _) = advanced(&config(fp8(1)), 2);
-    let states = trainer.engine().state.fp8.states();
+    let states = trainer.engine.state.fp8.states();
     let again = |layer| Fp8Blocks::new(fp8(layer), 4, &states).states();
     let fresh = Fp8Blocks::new(fp8(2), 4, &[]).states();
     assert_eq!(again(1), states);
@@ -140,13 +140,13 @@ fn several_blocks_are_in_fp8_and_each_switches_by_itself() {
     let several = |blocks: &str| Fp8Config { block: Some(blocks.parse().unwrap()), ..Fp8Config::default() };
     let in_fp8 = |blocks: &str| -> Vec<String> {
         let (trainer, _) = advanced(&config(several(blocks)), 1);
-        trainer.engine().state.fp8.active().map(|unit| unit.to_string()).collect()
+        trainer.engine.state.fp8.active().map(|unit| unit.to_string()).collect()
     };
     assert_eq!(in_fp8("0,2-3"), ["h.0", "h.2", "h.3"]);
     assert_eq!(in_fp8("all"), ["h.0", "h.1", "h.2", "h.3"]);
     let weight = |fp8: Fp8Config| {
         let (trainer, _) = advanced(&config(fp8), 8);
-        values(trainer.engine().state.masters.parameters().get("h.0.mlp.c_fc.weight").unwrap())
+        values(trainer.engine.state.masters.parameters().get("h.0.mlp.c_fc.weight").unwrap())
     };
     assert!(weight(several("1-2")) != weight(fp8(1)) && weight(several("1-2")) != weight(fp8(2)));
     assert_eq!(weight(several("1-1")), weight(fp8(1)));
@@ -167,7 +167,7 @@ fn first_variance() -> f64 {
     let (trainer, events) = advanced(&config, 1);
     let variances = of_kind!(&events, Event::GradVariance).next().unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
-    let blocks = trainer.engine().model.spec().num_layers;
+    let blocks = trainer.engine.model.spec().num_layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
     variances.layers["h.1"]
 }
@@ -178,7 +178,7 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     config.telemetry.variance_every = 1;
     let (trainer, events) = advanced(&config, 1);
     let scale = f64::from(steps(&events).next().unwrap().loss_scale);
-    let born = trainer.engine().grads.micro_batch_grads();
+    let born = trainer.engine.grads.micro_batch_grads();
     let elements: Vec<f64> = born
         .iter()
         .filter(|(name, _)| name.starts_with("h.1."))
@@ -201,7 +201,7 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
         let (trainer, events) = advanced(&config, 8);
         let moves = of_kind!(&events, Event::DtypeChange).map(|moved| (moved.step, moved.to.clone(), moved.restored));
         let moves: Vec<_> = moves.collect();
-        (moves, trainer.engine().state.fp8.active().next().is_some())
+        (moves, trainer.engine.state.fp8.active().next().is_some())
     };
     let (moves, active) = switched(variance * 1e6);
     assert_eq!((moves, active), (vec![(1, "fp8".to_owned(), false)], true));

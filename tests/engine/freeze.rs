@@ -24,7 +24,7 @@ fn freezing(names: Option<&str>) -> Config {
 fn gradients(config: &Config) -> BTreeMap<String, Vec<f64>> {
     let mut trainer = trainer(config);
     trainer.advance(1).unwrap();
-    let total = trainer.engine().grads.total();
+    let total = trainer.engine.grads.total();
     total.iter().map(|(name, tensor)| (name.to_owned(), values(tensor))).collect()
 }
 
@@ -47,7 +47,7 @@ fn frozen_modules_have_no_training_state() {
     let whole = trainer(&freezing(None));
     for (names, trained) in FROZEN {
         let some = trainer(&freezing(Some(names)));
-        let state = &some.engine().state;
+        let state = &some.engine.state;
         let held = [state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq, &state.weights];
         assert_eq!(held.map(|one| one.tensors().len()), [trained; 4], "{names}");
         assert!(some.checkpoint_bytes() < whole.checkpoint_bytes(), "{names}");
@@ -64,7 +64,7 @@ fn checkpoints_contain_frozen_weights_for_any_number_of_processes() {
         resume(&config, folder.path(), before, after);
     }
     let start = trainer(&freezing(None));
-    let initial = &start.engine().state.weights;
+    let initial = &start.engine.state.weights;
     let checkpoint = Checkpoint::open(folder.path().join("1/step-000004")).unwrap();
     for (name, tensor) in initial.iter() {
         let stored = checkpoint.weights().require(&format!("transformer.{name}")).unwrap();

@@ -61,8 +61,8 @@ fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
             run(&config, None).0
         });
         for (a, b) in [
-            (kept.engine().state.masters.parameters(), recomputed.engine().state.masters.parameters()),
-            (&kept.engine().state.adamw.exp_avg_sq, &recomputed.engine().state.adamw.exp_avg_sq),
+            (kept.engine.state.masters.parameters(), recomputed.engine.state.masters.parameters()),
+            (&kept.engine.state.adamw.exp_avg_sq, &recomputed.engine.state.adamw.exp_avg_sq),
         ] {
             for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
                 let bits = |x: &candle_core::Tensor| -> Vec<u32> {
@@ -267,7 +267,7 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     for maxima in maxima {
         let step = steps(&events).find(|step| step.step == maxima.step).unwrap();
         assert_eq!(maxima.loss_scale.to_bits(), step.loss_scale.to_bits());
-        assert_eq!(maxima.layers.len(), trainer.engine().model.spec().num_layers + 1);
+        assert_eq!(maxima.layers.len(), trainer.engine.model.spec().num_layers + 1);
         for (layer, largest) in &maxima.layers {
             let of_module = step.tensors.iter().filter(|tensor| PrecisionUnit::of(&tensor.name).to_string() == *layer);
             let expected = compare::largest(&of_module.map(|tensor| tensor.stats.max_abs).collect::<Vec<_>>());

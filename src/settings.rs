@@ -16,7 +16,6 @@ pub(crate) struct Setting {
     pub(crate) key: String,
     /// The comment, by line.
     pub(crate) comment: &'static [&'static str],
-    /// The type of its value.
     pub(crate) kind: Kind,
     /// Whether a resumed run has to keep its value.
     pub(crate) fixed: bool,

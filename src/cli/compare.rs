@@ -43,7 +43,6 @@ fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Reads the runs and writes the comparison.
 pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let logs: Vec<_> = args.runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?;
     let html = args.html.as_ref().map(|file| output_file("--html", file, &logs)).transpose()?;

@@ -36,7 +36,6 @@ _finetune_runs() {
 }
 ";
 
-/// Writes a shell's completion script to `out`.
 pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
     // Write to memory first, because the generator panics on a write error.
     let mut script = Vec::new();

@@ -106,7 +106,6 @@ impl OutArgs {
     }
 }
 
-/// Prints the written files, one per line.
 pub(super) fn print_paths(written: &[PathBuf], out: &mut dyn Write) -> Result<()> {
     written.iter().try_for_each(|path| writeln!(out, "{}", path.display())).map_err(Error::stdout)
 }

@@ -39,7 +39,6 @@ pub(super) struct MismatchArgs {
     json: bool,
 }
 
-/// Measures and writes the table to `out`.
 pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     for (flag, count) in [("--sequences", Some(args.sequences)), ("--max-tokens", args.max_tokens)] {
         if count == Some(0) {

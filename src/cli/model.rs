@@ -146,7 +146,6 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Loads the model on its device.
     pub(super) fn load(&self, trained: &TrainedModel) -> Result<(Decoder, Parameters)> {
         trained.load(self.dtype, &self.device.open(self.dtype)?)
     }

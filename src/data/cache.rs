@@ -50,7 +50,6 @@ pub enum DatasetKind {
     Conversational = 1 << 9,
 }
 
-/// The storage of ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IdWidth {
     /// 16 bits: one document, all of it trained on.

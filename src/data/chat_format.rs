@@ -126,7 +126,6 @@ pub struct ChatFormat {
 
 #[derive(Debug)]
 struct ChatRenderer {
-    /// Renders the text.
     template: TemplateSandbox,
     mask: Option<Mask>,
 }

@@ -394,7 +394,6 @@ fn mark_large_numbers(text: &str) -> Option<String> {
     found.then(|| out + rest)
 }
 
-/// The names and values of an object.
 pub(crate) fn entries(object: &Value) -> impl Iterator<Item = (Value, Value)> {
     let names = object.try_iter().into_iter().flatten();
     names.map(|name| (name.clone(), object.get_item(&name).unwrap_or_default()))

@@ -453,7 +453,6 @@ fn ranges_in_loss(loss_on: LossOn, answers: &[(Range<usize>, bool)], length: usi
     }
 }
 
-/// The conversation in a field of `row`.
 fn messages(row: &Value, name: &str) -> Result<Conversation, String> {
     let items = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
     let messages = fields::messages(items, name)?;

@@ -22,7 +22,6 @@ const MAX_ROW_BYTES: u64 = 64 << 20;
 const NOT_UTF8: &str = "invalid unicode code point";
 /// The end of a table, which shows whether its last quote is closed; a Unicode noncharacter.
 const TABLE_END: &str = "\n\u{FDD3}";
-/// Bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 
 #[derive(Clone, Copy, Debug, strum::Display)]

@@ -234,7 +234,6 @@ impl SequenceIndex {
         self.rows() / self.group_rows() as u64
     }
 
-    /// The rows of a group.
     pub(super) fn rows_of(&self, group: u64) -> Range<u64> {
         let each = self.group_rows() as u64;
         group * each..(group + 1) * each

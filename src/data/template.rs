@@ -46,7 +46,6 @@ impl Conversation {
         Ok(Self { messages: messages.map_err(|error| Error::data("a conversation", error))? })
     }
 
-    /// A conversation with the first `count` messages.
     pub(super) fn first(&self, count: usize) -> Self {
         Self { messages: self.messages[..count].to_vec() }
     }

@@ -263,7 +263,6 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids` with special tokens.
     pub(super) fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
             TokenizerKind::Byte => ids

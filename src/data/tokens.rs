@@ -54,7 +54,6 @@ impl TokenSource {
         Self::from_store(TokenStore::Memory { ids, starts, contents })
     }
 
-    /// Reads ids from a token file.
     pub(super) fn from_file(file: TokenFile) -> Self {
         Self::from_store(TokenStore::File(file))
     }

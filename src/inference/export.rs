@@ -123,7 +123,6 @@ pub fn export(
     Ok(files)
 }
 
-/// Creates a file that `fill` writes.
 fn write_file(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
     fill(&mut file)?;

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 
 /// A finished step. Callbacks read it and add to it.
 pub(super) struct StepContext<'a> {
-    /// The settings of the run.
     pub(super) config: &'a Config,
     /// The micro-batches of the step.
     pub(super) batches: &'a [Batch],

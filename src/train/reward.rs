@@ -44,7 +44,6 @@ pub enum OnRewardError {
 pub(crate) struct Answered {
     /// The prompt, as the model reads it.
     pub prompt: String,
-    /// The completion.
     pub completion: String,
     /// The right answer; empty if the row has none.
     pub answer: String,

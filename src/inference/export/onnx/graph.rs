@@ -95,12 +95,10 @@ impl Graph {
         name.to_owned()
     }
 
-    /// A constant number.
     pub(super) fn float(&mut self, name: &str, value: f32) {
         self.constant(name, Message::default().int(2, FLOAT).put(9, value.to_le_bytes()));
     }
 
-    /// A constant unsigned byte.
     pub(super) fn byte(&mut self, name: &str, value: u8) {
         self.constant(name, Message::default().int(2, UINT8).put(9, [value]));
     }
@@ -137,12 +135,10 @@ impl Graph {
         self.initializers.push((name.to_owned(), tensor.put(8, name)));
     }
 
-    /// Declares an input of the model.
     pub(super) fn input(&mut self, name: &str, element: i64, dims: &[Dim<'_>]) {
         self.inputs.push(value(name, element, dims));
     }
 
-    /// Declares an output of the model.
     pub(super) fn output(&mut self, name: &str, element: i64, dims: &[Dim<'_>]) {
         self.outputs.push(value(name, element, dims));
     }
@@ -165,7 +161,6 @@ impl Graph {
     }
 }
 
-/// A dimension of an input or output.
 #[derive(Clone, Copy)]
 pub(super) enum Dim<'a> {
     /// Free, by name.

@@ -257,18 +257,30 @@ fn choose_mask(template: &TemplateSandbox, tokens: &TemplateTokens) -> Result<(S
     if template.template.has_generation_blocks {
         return Ok(("the template's generation blocks".into(), Some(Mask::Blocks)));
     }
+    let mut texts = Vec::new();
+    for (messages, variables) in PROBES {
+        let conversation = Conversation::from_json(messages)?;
+        let variables = variables.and_then(|variables| read_json(variables).ok());
+        match template.try_render(&conversation, variables.as_ref(), false) {
+            Ok(Ok(own)) => texts.push((conversation, variables, own.text)),
+            // Each further probe would take as long.
+            Err(error) if texts.is_empty() => return Err(error),
+            _ => {}
+        }
+    }
     for (name, settings, text) in BUILT_IN {
         let candidate = Template::new(&format!("{settings}{text}"), name, tokens.clone())?;
-        if agree(template, &candidate)? {
+        let agrees = |(conversation, variables, text): &(Conversation, Option<Value>, String)| {
+            candidate.render(conversation, variables.as_ref(), false).is_ok_and(|other| other.text == *text)
+        };
+        if !texts.is_empty() && texts.iter().all(agrees) {
             return Ok((format!("the training template `{name}`"), Some(Mask::Template(Box::new(candidate)))));
         }
     }
-    let probe = template.render(&Conversation::from_json(PROBES[0].0)?, None, false);
-    Ok(match probe {
-        Ok(probe) if harmony::is_harmony(&probe.text) => {
-            ("the messages of the Harmony format".into(), Some(Mask::Text))
-        }
-        _ => ("nothing".into(), None),
+    Ok(if texts.iter().any(|(_, _, text)| harmony::is_harmony(text)) {
+        ("the messages of the Harmony format".into(), Some(Mask::Text))
+    } else {
+        ("nothing".into(), None)
     })
 }
 
@@ -288,19 +300,4 @@ fn templates_with_calls() -> Result<String> {
         }
     }
     Ok(format!("these do, with `--chat-template NAME`: {}", names.join(", ")))
-}
-
-/// Whether two templates produce the same text for every probe that the first one accepts.
-fn agree(own: &TemplateSandbox, other: &Template) -> Result<bool> {
-    let mut written = 0;
-    for (messages, variables) in PROBES {
-        let conversation = Conversation::from_json(messages)?;
-        let variables = variables.and_then(|variables| read_json(variables).ok());
-        let Ok(text) = own.render(&conversation, variables.as_ref(), false) else { continue };
-        if other.render(&conversation, variables.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
-            return Ok(false);
-        }
-        written += 1;
-    }
-    Ok(written > 0)
 }

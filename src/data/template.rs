@@ -120,7 +120,7 @@ pub struct TemplateTokens {
 /// A parsed chat template.
 #[derive(Debug)]
 pub struct Template {
-    environment: Environment<'static>,
+    pub(super) environment: Environment<'static>,
     origin: String,
     tokens: TemplateTokens,
     pub(super) has_generation_blocks: bool,

@@ -1,6 +1,7 @@
 //! Renders a model's chat template in a separate process with limits on memory and time.
 //!
-//! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
+//! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes. Here the
+//! processor time is limited instead.
 
 use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
@@ -10,16 +11,15 @@ use minijinja::Value;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 /// The first argument that makes the program call [`worker_main`].
 pub const ARGUMENT: &str = "__chat-template";
-/// Time limit per conversation; the longest take milliseconds.
-const TIME_LIMIT: Duration = Duration::from_secs(10);
+/// Limit on the processor time per conversation, in seconds; the longest take milliseconds.
+const MAX_SECONDS: u64 = 5;
 /// Limit on a line between the processes, in bytes.
 const MAX_LINE: u64 = 1 << 30;
+const USE_ANOTHER: &str = "use another template with `--chat-template`";
 
 /// The first line to the worker.
 #[derive(Debug, Serialize, Deserialize)]
@@ -78,8 +78,18 @@ impl TemplateSandbox {
         variables: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
+        self.try_render(conversation, variables, add_generation_prompt)?
+    }
+
+    /// Like [`Template::render`], with a second error if the template does not end within its limits.
+    pub(super) fn try_render(
+        &self,
+        conversation: &Conversation,
+        variables: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Result<Rendered>> {
         let Some(command) = subprocess::worker_command(ARGUMENT) else {
-            return self.template.render(conversation, variables, add_generation_prompt);
+            return Ok(self.template.render(conversation, variables, add_generation_prompt));
         };
         let request =
             RenderRequest { conversation: conversation.clone(), variables: variables.cloned(), add_generation_prompt };
@@ -97,11 +107,15 @@ impl TemplateSandbox {
         match answer {
             Ok(answer) => {
                 *worker = Some(process);
-                answer.map_err(|message| Error::model(&self.setup.origin, message))
+                Ok(answer.map_err(|message| Error::model(&self.setup.origin, message)))
             }
             Err(_) => Err(match subprocess::exit_cause(&mut process.child) {
-                ExitCause::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
-                ExitCause::OutOfTime => self.wrong("exceeds the limit on processor time"),
+                ExitCause::OutOfMemory => self.wrong(&format!(
+                    "takes more than 2 GiB of memory for a conversation, or calls itself too often; {USE_ANOTHER}"
+                )),
+                ExitCause::OutOfTime => self.wrong(&format!(
+                    "takes more than {MAX_SECONDS} s of processor time for a conversation; {USE_ANOTHER}"
+                )),
                 ExitCause::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
             }),
         }
@@ -143,39 +157,19 @@ fn answer_all() -> std::io::Result<()> {
     let mut lines = std::io::stdin().lock().lines();
     let Some(setup) = lines.next() else { return Ok(()) };
     let TemplateSetup { source, origin, tokens } = serde_json::from_str(&setup?)?;
-    let template = Template::new(&source, &origin, tokens).map_err(Error::into_message);
-    let clock = start_watchdog();
+    let mut template = Template::new(&source, &origin, tokens).map_err(Error::into_message);
+    if let Ok(template) = &mut template {
+        template.environment.set_fuel(None);
+    }
     for line in lines {
         let request = RenderRequest::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
         let RenderRequest { conversation, variables, add_generation_prompt } = request;
-        let _ = clock.send(());
+        subprocess::limit_computing(MAX_SECONDS);
         // The other process adds the origin.
-        let rendered = template.as_ref().map_err(Clone::clone).and_then(|template| {
+        let rendered: Response = template.as_ref().map_err(Clone::clone).and_then(|template| {
             template.render(&conversation, variables.as_ref(), add_generation_prompt).map_err(Error::into_message)
         });
-        let _ = clock.send(());
-        send(&rendered)?;
+        write_line(std::io::stdout().lock(), &rendered)?;
     }
     Ok(())
-}
-
-/// Ends the process if the second message does not follow the first within [`TIME_LIMIT`].
-fn start_watchdog() -> mpsc::Sender<()> {
-    let (clock, ticks) = mpsc::channel();
-    std::thread::spawn(move || {
-        while ticks.recv().is_ok() {
-            if ticks.recv_timeout(TIME_LIMIT) == Err(RecvTimeoutError::Timeout) {
-                let _ = send(&Err(format!(
-                    "its chat template takes more than {} s for a conversation",
-                    TIME_LIMIT.as_secs()
-                )));
-                std::process::exit(1);
-            }
-        }
-    });
-    clock
-}
-
-fn send(answer: &Response) -> std::io::Result<()> {
-    write_line(std::io::stdout().lock(), answer)
 }

@@ -351,7 +351,7 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         (format!("{{% set x = 'a' %}}{doubled}{{{{ x }}}}"), "more than 2 GiB of memory"),
         (
             "{% set x = 'a' * 90000000 %}{% for i in range(99999) %}{% set y = x + x %}{% endfor %}".into(),
-            "ran out of fuel",
+            "more than 5 s of processor time",
         ),
     ];
     for (source, expected) in cases {
@@ -359,7 +359,7 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
         let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
         // On a slow machine the time may end first.
-        assert!(error.contains(expected) || error.contains("more than 10 s"), "{error}");
+        assert!(error.contains(expected) || error.contains("more than 5 s"), "{error}");
     }
 }
 

@@ -147,11 +147,10 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<Loaded> {
     let (training, validation) = rows(&config, &data)?;
     let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
     let preview = |(index, (name, (_, share))): (&SequenceIndex, (&DataSource, &(_, f64)))| {
-        let chat = (index.tokens.kind() == DatasetKind::Conversational).then_some(&chat);
         let name = sanitize_line(&name.to_string()).into_owned();
         let heading =
             if data.len() == 1 { String::new() } else { format!("{name}: {:.1} % of the tokens\n", 100.0 * share) };
-        Ok((heading, DatasetPreview::new(index, sample, &source.tokenizer, chat)?))
+        Ok((heading, DatasetPreview::new(index, sample, &source.tokenizer, &chat)?))
     };
     let names: Vec<DataSource> = config.sources()?.into_iter().map(|(name, _)| name).collect();
     let sets = training.sets().zip(names.iter().zip(&data)).map(preview).collect::<Result<_>>()?;

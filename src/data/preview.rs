@@ -29,13 +29,8 @@ pub struct DatasetPreview {
 }
 
 impl DatasetPreview {
-    /// A preview of the rows of `index`, with sample `number` or the first; `chat` if they are conversations.
-    pub fn new(
-        index: &SequenceIndex,
-        number: Option<u64>,
-        tokenizer: &Tokenizer,
-        chat: Option<&ChatFormat>,
-    ) -> Result<Self> {
+    /// A preview of the rows of `index`, with sample `number` or the first; `chat` is the format of conversations.
+    pub fn new(index: &SequenceIndex, number: Option<u64>, tokenizer: &Tokenizer, chat: &ChatFormat) -> Result<Self> {
         let Some(sides) = index.sample(number) else {
             let message = format!("the data has {}, counted from 1", counted(index.stats.samples, "sample"));
             return Err(Error::config("--sample", message));
@@ -51,7 +46,7 @@ impl DatasetPreview {
             stats: index.stats,
             rows: index.rows(),
             seq_len: index.seq_len,
-            marked_by: chat.map(|chat| chat.name.clone()),
+            marked_by: index.is_chat().then(|| chat.name.clone()),
             number,
             sides,
         })

@@ -6,6 +6,7 @@
 //! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it. The
 //! chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole groups.
 
+use super::cache::DatasetKind;
 use super::samples::{SampleKind, SequenceRole};
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
@@ -293,6 +294,11 @@ impl SequenceIndex {
             ids.into_iter().zip(labels).map(|(id, label)| (id, label != IGNORE_INDEX)).collect()
         };
         (!spans.is_empty()).then(|| spans.into_iter().map(sequence).collect())
+    }
+
+    /// Whether the samples are conversations.
+    pub fn is_chat(&self) -> bool {
+        self.tokens.kind() == DatasetKind::Conversational
     }
 
     /// Inputs of all rows.

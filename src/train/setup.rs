@@ -1,8 +1,9 @@
 //! Prepares training from a configuration: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, LoadEvent, Mixture,
-    SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
+    BatchLoader, ChatFormat, ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions,
+    DatasetPreview, EvalLoader, LoadEvent, Mixture, SequenceIndex, TokenSource, Tokenizer, closest_match,
+    named_template, names_in,
 };
 use crate::digest::Digest;
 use crate::engine::collective::ProcessGroup;
@@ -386,6 +387,30 @@ pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result
         None => index(&sets[0].0.validation, "`--val`").map(Mixture::from).map(Some),
     };
     Ok((training, validation))
+}
+
+/// The loaders of the training rows and of the validation rows, after a preview of the samples. Without validation, the latter reads
+/// nothing.
+pub(super) fn loaders(
+    config: &Config,
+    sets: &[(Dataset, f64)],
+    format: &ChatFormat,
+    tokenizer: &Tokenizer,
+    report: &mut SetupCallback<'_>,
+) -> Result<(BatchLoader, EvalLoader)> {
+    let train = &config.train;
+    let (training, validation) = rows(config, sets)?;
+    let loader = BatchLoader::from_index(training, train.batch_size, config.seed)?;
+    for index in loader.mixture.sets().filter(|index| index.tokens.kind() != DatasetKind::Text) {
+        let preview = DatasetPreview::new(index, None, tokenizer, format)?;
+        report(SetupEvent::Preview(Box::new(preview)));
+    }
+    let (rows, limit) = match validation? {
+        Some(rows) => (rows, (train.eval_batches > 0).then_some(train.eval_batches)),
+        None => (loader.mixture.clone(), Some(0)),
+    };
+    let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
+    Ok((loader, eval))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.

@@ -14,9 +14,7 @@ use processes::{LeaderMessage, ThroughputMeter};
 pub use processes::{RunStart, with_heartbeat};
 use rollouts::RolloutLog;
 
-use crate::data::{
-    Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
-};
+use crate::data::{Batch, BatchLoader, DataPosition, EvalLoader, SequenceIndex, Tokenizer};
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
@@ -194,25 +192,13 @@ impl Trainer {
         let mut datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
-        let train = &config.train;
-        let (training, validation) = setup::rows(&config, &datasets)?;
-        let loader = BatchLoader::from_index(training, train.batch_size, config.seed)?;
-        let is_chat = |index: &SequenceIndex| index.tokens.kind() == DatasetKind::Conversational;
-        let chats = loader.mixture.sets().any(is_chat);
         let format = setup::dataset_options(&config, &chat, &source.tokenizer).chat;
-        for index in loader.mixture.sets().filter(|index| index.tokens.kind() != DatasetKind::Text) {
-            let preview = DatasetPreview::new(index, None, &source.tokenizer, is_chat(index).then_some(&format))?;
-            report(SetupEvent::Preview(Box::new(preview)));
-        }
-        let (rows, limit) = match validation? {
-            Some(rows) => (rows, (train.eval_batches > 0).then_some(train.eval_batches)),
-            None => (loader.mixture.clone(), Some(0)),
-        };
-        let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
+        let (loader, eval) = setup::loaders(&config, &datasets, &format, &source.tokenizer, report)?;
         let mut aux_files = source.aux_files;
-        if chats || chat.template.is_some() {
+        if loader.mixture.sets().any(SequenceIndex::is_chat) || chat.template.is_some() {
             aux_files.insert(CHAT_TEMPLATE, format.source.as_str());
         }
+        let train = &config.train;
         let per_epoch = loader.steps_per_epoch(train.grad_accum) * config.objective.iterations();
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
@@ -403,7 +389,7 @@ impl Trainer {
             total_steps: self.total_steps,
             best: self.progress.best,
             checkpoint: self.progress.checkpoint.clone(),
-            chats: self.loader.mixture.sets().any(|index| index.tokens.kind() == DatasetKind::Conversational),
+            chats: self.loader.mixture.sets().any(SequenceIndex::is_chat),
             length: match train.steps {
                 Some(steps) => ("--steps", steps as f64),
                 None => ("--epochs", train.epochs.unwrap_or(1.0)),

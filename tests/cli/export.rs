@@ -255,6 +255,11 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     let out = folder.path().join("x.gguf");
     let message = refused(&trained, &out);
     assert!(message.contains("it is not a BPE, so"), "{message}");
+    let mut lower: serde_json::Value = serde_json::from_slice(Tokenizer::byte().json()).unwrap();
+    lower["normalizer"] = serde_json::json!({"type": "Lowercase"});
+    std::fs::write(&file, lower.to_string()).unwrap();
+    let message = refused(&TrainedModel::open(&trained.path, Some(&file)).unwrap(), &out);
+    assert!(message.contains("GGUF cannot express its normalizer, so"), "{message}");
 }
 
 /// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that llama.cpp

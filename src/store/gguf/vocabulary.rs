@@ -22,6 +22,10 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Opti
     }
     let merges: Vec<[String; 2]> = model["merges"].as_array().into_iter().flatten().filter_map(merge).collect();
     let sentence_piece = model["byte_fallback"] == true;
+    let known = if sentence_piece { ["Prepend", "Replace"].as_slice() } else { &["NFC"] };
+    if !normalizers(&json).iter().all(|step| step.is_null() || known.iter().any(|kind| step["type"] == *kind)) {
+        return Err(fail("GGUF cannot express its normalizer"));
+    }
     let vocabulary =
         Vocabulary::new(spec.vocab_size, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
     let mut keys = MetadataEntries::new();
@@ -127,15 +131,20 @@ impl Vocabulary {
     }
 }
 
+/// The steps of the normalizer.
+fn normalizers(json: &Json) -> &[Json] {
+    let normalizer = &json["normalizer"];
+    normalizer["normalizers"].as_array().map_or(std::slice::from_ref(normalizer), Vec::as_slice)
+}
+
 /// Whether a space is prepended to the text; `None` if spaces are not replaced by `▁`.
 fn space_prefix(json: &Json) -> Option<bool> {
-    let (normalizer, words) = (&json["normalizer"], &json["pre_tokenizer"]);
+    let words = &json["pre_tokenizer"];
     if words["type"] == "Metaspace" {
         let scheme = words["prepend_scheme"].as_str();
         return Some(scheme.map_or(words["add_prefix_space"] != false, |scheme| scheme != "never"));
     }
-    let parts = normalizer["normalizers"].as_array().map_or(std::slice::from_ref(normalizer), Vec::as_slice);
-    let has = |kind: &str| parts.iter().any(|part| part["type"] == kind);
+    let has = |kind: &str| normalizers(json).iter().any(|step| step["type"] == kind);
     has("Replace").then(|| has("Prepend"))
 }
 

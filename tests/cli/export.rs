@@ -262,6 +262,35 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     assert!(message.contains("GGUF cannot express its normalizer, so"), "{message}");
 }
 
+/// Gemma's runs of spaces are added tokens. llama.cpp finds added tokens before it replaces spaces.
+#[test]
+fn runs_of_spaces_are_the_same_tokens_in_a_gguf_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let replace =
+        |from: &str, to: &str| serde_json::json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let added = |id: u32, content: &str| {
+        serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": id == 0})
+    };
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "added_tokens": [added(0, "<unk>"), added(3, "▁▁")], "normalizer": replace(" ", "▁"),
+        "decoder": replace("▁", " "),
+        "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": true, "fuse_unk": true, "merges": [["▁", "▁"]],
+            "vocab": {"<unk>": 0, "▁": 1, "a": 2, "▁▁": 3}},
+    });
+    let file = folder.path().join("spaces.json");
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let trained = TrainedModel::open(&model("deep", folder.path()).path, Some(&file)).unwrap();
+    let out = folder.path().join("x.gguf");
+    exported(&trained, Dtype::F32, &out);
+    for tokenizer in [&trained.tokenizer, &TrainedModel::open(&out, None).unwrap().tokenizer] {
+        assert_eq!(tokenizer.encode("a  a a").unwrap(), [2, 3, 2, 1, 2]);
+        assert_eq!(tokenizer.decode(&[2, 3, 2]).unwrap(), "a  a");
+    }
+    let content = Content::read(&mut File::open(&out).unwrap()).unwrap();
+    assert_eq!(content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap()[3].to_string().unwrap(), "  ");
+}
+
 /// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that llama.cpp
 /// supports.
 fn families(folder: &Path) -> Vec<TrainedModel> {

@@ -36,7 +36,7 @@ const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 const QWEN_2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The space of `SentencePiece`.
-const SPACE: &str = "\u{2581}";
+pub(super) const SPACE: &str = "\u{2581}";
 
 /// The vocabulary as the file lists it.
 struct GgufVocabulary<'a> {

@@ -1,6 +1,6 @@
 //! Translates a tokenizer to llama.cpp's metadata: the two kinds that [`super::tokenizer`] reads.
 
-use super::tokenizer::{TokenKind, word_pattern};
+use super::tokenizer::{SPACE, TokenKind, word_pattern};
 use crate::data::Tokenizer;
 use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
@@ -85,8 +85,8 @@ struct Vocabulary {
 impl Vocabulary {
     fn new(rows: usize, json: &Json, byte_tokens: bool) -> Option<Self> {
         let mut tokens: BTreeMap<usize, (String, TokenKind)> = BTreeMap::new();
-        let mut put = |id: &Json, text: &str, kind| {
-            id.as_u64().map(|id| tokens.insert(id as usize, (text.to_owned(), kind)));
+        let mut put = |id: &Json, text: String, kind| {
+            id.as_u64().map(|id| tokens.insert(id as usize, (text, kind)));
         };
         let unknown = json["model"]["unk_token"].as_str();
         for (text, id) in json["model"]["vocab"].as_object()? {
@@ -96,7 +96,7 @@ impl Vocabulary {
                 () if Some(text.as_str()) == unknown => TokenKind::Unknown,
                 () => TokenKind::Normal,
             };
-            put(id, text, kind);
+            put(id, text.clone(), kind);
         }
         for token in json["added_tokens"].as_array().into_iter().flatten() {
             let text = token["content"].as_str().unwrap_or_default();
@@ -105,6 +105,9 @@ impl Vocabulary {
                 () if token["special"] == true => TokenKind::Control,
                 () => TokenKind::UserDefined,
             };
+            // llama.cpp finds them before it replaces spaces: Gemma's runs of spaces.
+            let has_spaces = byte_tokens && kind == TokenKind::UserDefined;
+            let text = if has_spaces { text.replace(SPACE, " ") } else { text.to_owned() };
             put(&token["id"], text, kind);
         }
         // Rows of the embedding without a token need a name too.

@@ -127,6 +127,14 @@ fn a_sentence_piece_tokenizer_merges_by_score_and_falls_back_to_bytes() {
     assert_eq!(tokenizer.decode(&tokenizer.encode("ab é").unwrap()).unwrap(), "ab é");
     let json: serde_json::Value = serde_json::from_slice(tokenizer.json()).unwrap();
     assert_eq!(json["post_processor"]["special_tokens"]["<s>"]["ids"], serde_json::json!([1]));
+    // Phi-3's special tokens take the white space after them, except three; a file does not say so.
+    for (architecture, end) in [("llama", &[2, id("▁"), id("\n"), id("a")][..]), ("phi3", &[2, id("▁a")])] {
+        let mut metadata = sentence_piece();
+        metadata[0].1 = Value::String(architecture.into());
+        let tokenizer = open(folder.path(), &file(&metadata, &[])).unwrap().tokenizer().unwrap();
+        let begin = &[1, id("▁"), id("\n"), id("a")][..];
+        assert_eq!(tokenizer.encode("<s>\na</s>\na").unwrap(), [begin, end].concat(), "{architecture}");
+    }
 }
 
 /// llama.cpp adds the BOS token by default if the words are Llama 3's; most of these files have no `add_bos_token`.

@@ -66,7 +66,7 @@ pub(super) fn json(gguf: &Gguf) -> Result<Json> {
         }
     };
     json["version"] = "1.0".into();
-    json["added_tokens"] = vocabulary.added(kind == "llama").into();
+    json["added_tokens"] = vocabulary.added(kind == "llama", gguf.architecture()? == "phi3").into();
     json["post_processor"] = bos_post_processor(gguf, &vocabulary)?;
     Ok(json)
 }
@@ -81,15 +81,17 @@ impl GgufVocabulary<'_> {
         ids
     }
 
-    /// Tokens that are found in the text before it is cut into words.
-    fn added(&self, unknown_too: bool) -> Vec<Json> {
-        let is_special = |kind| kind == CONTROL || (kind == UNKNOWN && unknown_too);
+    /// Tokens that are found in the text before it is cut into words. The white space after `SentencePiece`'s in Phi-3 belongs to
+    /// them, which llama.cpp knows from the model's name.
+    fn added(&self, is_sentence_piece: bool, is_phi3: bool) -> Vec<Json> {
+        let is_special = |kind| kind == CONTROL || (kind == UNKNOWN && is_sentence_piece);
         let added = self.tokens.iter().zip(&self.kinds).enumerate();
         let added =
             added.filter(|(_, (token, kind))| !token.is_empty() && (is_special(**kind) || **kind == USER_DEFINED));
         let entry = |(id, (token, kind)): (usize, (&&str, &i64))| {
+            let rstrip = is_sentence_piece && is_phi3 && !matches!(*token, "<unk>" | "<s>" | "<|endoftext|>");
             json!({
-                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": rstrip,
                 "normalized": false, "special": is_special(*kind),
             })
         };

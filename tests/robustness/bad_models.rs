@@ -149,7 +149,7 @@ const FILES: [(&str, Change); 43] = [
         parts.set("tokenizer.ggml.merges", Value::Array(vec![text("never there")]));
     }),
     ("an unknown kind of tokenizer", |parts| parts.set("tokenizer.ggml.model", text("rwkv"))),
-    ("unknown words", |parts| parts.set("tokenizer.ggml.pre", text("tekken"))),
+    ("unknown words", |parts| parts.set("tokenizer.ggml.pre", text("viking"))),
     ("an end that is a text", |parts| parts.set("tokenizer.ggml.eos_token_id", text("</s>"))),
 ];
 

@@ -32,9 +32,15 @@ const CONTROL: i64 = TokenKind::Control as i64;
 const USER_DEFINED: i64 = TokenKind::UserDefined as i64;
 
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// The word pattern of Qwen 2 and later.
+/// The word pattern of Qwen 2 and 3.
 const QWEN_2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The word pattern of Qwen 3.5, whose words contain combining marks.
+const QWEN_3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The word pattern of Mistral's Tekken tokenizers.
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The word pattern of gpt-oss and Phi-4 mini.
+const GPT_4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The space of `SentencePiece`.
 pub(super) const SPACE: &str = "\u{2581}";
 
@@ -111,8 +117,8 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
         );
         return Err(gguf.error(message));
     };
-    let normalizer = if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null };
-    let ignore_merges = name == "llama-bpe";
+    let normalizer = if name.starts_with("qwen") { json!({"type": "NFC"}) } else { Json::Null };
+    let ignore_merges = is_whole_first(name);
     Ok(json!({
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
@@ -125,29 +131,39 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     }))
 }
 
-/// The name of the word pattern; each pattern has one.
+/// The name of the word pattern; equal patterns with the same rules have one.
 fn word_pattern_name(gguf: &Gguf) -> Result<&str> {
     Ok(match gguf.text("tokenizer.ggml.pre")? {
-        "gpt2" => "gpt-2",
-        "llama3" | "llama-v3" => "llama-bpe",
+        "gpt2" | "exaone4" => "gpt-2",
+        "llama3" | "llama-v3" | "lfm2" => "llama-bpe",
+        "refact" => "smollm",
+        "dbrx" => "smaug-bpe",
         other => other,
     })
 }
 
 /// The supported word patterns, by their names in GGUF.
-const WORD_PATTERNS: [&str; 4] = ["gpt-2", "smollm", "llama-bpe", "qwen2"];
+const WORD_PATTERNS: [&str; 8] = ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"];
+
+/// Whether a word that is a token is not merged; these tokenizers also begin a text with the BOS token by default.
+fn is_whole_first(pattern: &str) -> bool {
+    matches!(pattern, "llama-bpe" | "tekken")
+}
 
 /// The Hugging Face pre-tokenizer of a word pattern.
 fn pre_tokenizer(name: &str) -> Option<Json> {
     let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-    let sequence = |parts: [Json; 2]| Some(json!({"type": "Sequence", "pretokenizers": parts}));
-    match name {
-        "gpt-2" => Some(byte_step(true)),
-        "smollm" => sequence([json!({"type": "Digits", "individual_digits": true}), byte_step(true)]),
-        "llama-bpe" => sequence([split(LLAMA_3), byte_step(false)]),
-        "qwen2" => sequence([split(QWEN_2), byte_step(false)]),
-        _ => None,
-    }
+    let sequence = |first: Json, use_regex| json!({"type": "Sequence", "pretokenizers": [first, byte_step(use_regex)]});
+    Some(match name {
+        "gpt-2" => byte_step(true),
+        "smollm" => sequence(json!({"type": "Digits", "individual_digits": true}), true),
+        "llama-bpe" | "smaug-bpe" => sequence(split(LLAMA_3), false),
+        "qwen2" => sequence(split(QWEN_2), false),
+        "qwen35" => sequence(split(QWEN_3_5), false),
+        "tekken" => sequence(split(TEKKEN), false),
+        "gpt-4o" => sequence(split(GPT_4O), false),
+        _ => return None,
+    })
 }
 
 fn byte_step(use_regex: bool) -> Json {
@@ -225,7 +241,7 @@ fn merges<'a>(vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 
 /// Adds the BOS token to the post-processor if the file specifies it.
 fn bos_post_processor(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     // llama.cpp adds it by default for these two.
-    let default = gguf.text("tokenizer.ggml.model")? == "llama" || word_pattern_name(gguf)? == "llama-bpe";
+    let default = gguf.text("tokenizer.ggml.model")? == "llama" || is_whole_first(word_pattern_name(gguf)?);
     let id = gguf.count("tokenizer.ggml.bos_token_id")?;
     let Some(id) = id else { return Ok(Json::Null) };
     if !gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(default) {

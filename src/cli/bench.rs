@@ -211,6 +211,9 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let first_loss = warmup.first().or(samples.first()).map(|sample| sample.report.loss);
     let first_step = warmup.first().map(|sample| sample.wall);
     let mut report = summary(args, &spec, &samples);
+    if report["disturbed"] == true {
+        print_notice("other work disturbed the measurement of the processor's peak; repeat on a quiet machine");
+    }
     if let Some(profile) = &profile {
         let costs = profile.take()?;
         let limits = match report["peak_gflops"].as_f64() {
@@ -261,6 +264,10 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     (of_weight * weights + 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64) * tokens as f64
 }
 
+/// Limit on the best burst as a multiple of the peak. Clocks differ by less; another program that takes a thread's place halves the
+/// peak.
+const MAX_SPREAD: f64 = 1.8;
+
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
 fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
@@ -295,6 +302,7 @@ fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json
         "gflops": gflops.map(round),
         "peak_gflops": peak.map(round),
         "best_burst_gflops": burst.map(round),
+        "disturbed": peak.zip(burst).map(|(peak, burst)| burst > MAX_SPREAD * peak),
         "share_of_peak": gflops.zip(peak).map(|(gflops, peak)| round(gflops / peak)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| (bytes as f64 / 102.4 / 1024.0).round() / 10.0),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
@@ -403,6 +411,16 @@ mod tests {
         let per_token = 6.0 * (12.0 * l * d * d + d * v) + 12.0 * l * d * 64.0 / 2.0;
         let gflops = summary(&args, &spec, &[sample(1, APPLIED)])["gflops"].as_f64().unwrap();
         assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
+    }
+
+    #[test]
+    fn a_disturbed_peak_is_named() {
+        let args = Line::parse_from(["bench"]).bench;
+        let spec = args.spec().unwrap();
+        let mut samples = [sample(1, APPLIED), sample(1, APPLIED)];
+        assert_eq!(summary(&args, &spec, &samples)["disturbed"], false);
+        samples[0].peak = Some(Peak { sustained: 1.0, burst: 2.0 });
+        assert_eq!(summary(&args, &spec, &samples)["disturbed"], true);
     }
 
     const APPLIED: StepOutcome = StepOutcome::Applied { grad_norm: 1.0, clip: 1.0, lr: 1.0 };

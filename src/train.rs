@@ -22,8 +22,8 @@ mod trainer;
 mod verify;
 
 pub use bisect::{Bisection, GradientError, KeptLayers, KeptSites, RoundingCost, Site, SiteKind};
-pub(crate) use config::settings_at;
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
+pub(crate) use config::{check_floats, settings_at};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Blocks;
 pub use memory::{DistributedLayout, MemoryEstimate, MemoryExtras, MemoryInputs, largest_batch, sample_bytes};

@@ -3,7 +3,7 @@
 use crate::cli::run_lookup::RUNS_DIR;
 use crate::digest::read_at_most;
 use crate::settings::{Kind, Setting, in_digits, integer, number};
-use crate::train::{Config, ConfigLayers, settings_at};
+use crate::train::{Config, ConfigLayers, check_floats, settings_at};
 use crate::{Error, Result};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use std::collections::BTreeMap;
@@ -160,10 +160,9 @@ impl ConfigArgs {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
             };
             // Anything that is not a TOML value is a string, so `--set data=a.txt` needs no quotes.
-            let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
-            if let (Some(toml::Value::Float(0.0)), Err(problem)) = (&parsed, number(value)) {
-                return Err(Error::config(key.trim(), format!("`{value}` is {problem}")));
-            }
+            let text = format!("v = {value}");
+            check_floats(&text).map_err(|problem| Error::config(key.trim(), problem))?;
+            let parsed = text.parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
             let set = settings_at(key.trim(), parsed.unwrap_or_else(|| value.into()));
             if let Some((key, _)) = set.iter().find(|(key, _)| out[..flags].iter().any(|(flag, _)| flag == key)) {
                 return Err(Error::config(key, "is set by its flag and by `--set`; set it only once"));

@@ -14,7 +14,7 @@ pub use crate::settings::Interval;
 use crate::settings::{Kind, number, settings, whole_number};
 use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
-pub(crate) use keys::settings_at;
+pub(crate) use keys::{check_floats, settings_at};
 use keys::{check_keys, known, leaves, merge, nested, toml_message, value_at, value_error};
 pub use sections::ObjectiveSection;
 use sections::{
@@ -181,6 +181,7 @@ impl Config {
         if let Some((origin, text)) = &layers.file {
             let wrong = |error: toml::de::Error| Error::config(format!("`{origin}`"), toml_message(text, &error));
             let mut table: toml::Table = text.parse().map_err(wrong)?;
+            check_floats(text).map_err(|problem| Error::config(format!("`{origin}`"), problem))?;
             table.retain(|key, _| !RETIRED_KEYS.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key))?;
             if layers.saved {

@@ -339,8 +339,11 @@ fn every_command_takes_numbers_with_powers_and_fractions() {
 #[test]
 fn numbers_too_small_for_a_float_are_refused() {
     let fixture = CliFixture::empty();
+    fs::write(fixture.path("small.toml"), "optimizer.eps = 1e-400").unwrap();
     for line in [
+        "config --config small.toml",
         "config --set optimizer.weight_decay=1e-400",
+        "config --set optimizer.betas=[0.9,1e-400]",
         "config --lr 1e-400",
         "generate tiny --temperature 1e-400",
         "chat tiny --top-p 1e-400",
@@ -349,7 +352,7 @@ fn numbers_too_small_for_a_float_are_refused() {
     ] {
         fixture.assert_refused(line, &["1e-400", "4.94e-324"]);
     }
-    assert!(fixture.said("config --set optimizer.weight_decay=0.0").contains("weight_decay = 0.0"));
+    assert!(fixture.said("config --set optimizer.weight_decay=0.0_0").contains("weight_decay = 0.0"));
 }
 
 /// Regression: the last one counted.

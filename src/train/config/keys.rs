@@ -1,8 +1,9 @@
 //! The dotted keys of a configuration, tables built from them, and errors about them.
 
 use super::Config;
-use crate::settings::{Kind, QUOTED, Setting, integer, shortened};
+use crate::settings::{Kind, QUOTED, Setting, integer, number, shortened};
 use crate::{Error, Result};
+use toml::de::{DeTable, DeValue};
 
 /// The most bytes of a TOML error that quotes its line.
 const MAX_QUOTED: usize = 1000;
@@ -56,6 +57,21 @@ pub(super) fn toml_message(text: &str, error: &toml::de::Error) -> String {
         Some(place) if quoted.len() > MAX_QUOTED => format!("{place}: {reason}"),
         _ => quoted.trim_end().to_owned(),
     }
+}
+
+/// Rejects a number in `text`, such as `1e-400`, that TOML reads as 0.
+pub(crate) fn check_floats(text: &str) -> Result<(), String> {
+    fn check(value: &DeValue<'_>) -> Result<(), String> {
+        match value {
+            DeValue::Float(float) => {
+                number(float.as_str()).map(drop).map_err(|problem| format!("`{float}` is {problem}"))
+            }
+            DeValue::Array(values) => values.iter().try_for_each(|value| check(value.get_ref())),
+            DeValue::Table(table) => table.values().try_for_each(|value| check(value.get_ref())),
+            _ => Ok(()),
+        }
+    }
+    DeTable::parse(text).map_or(Ok(()), |table| check(&DeValue::Table(table.into_inner())))
 }
 
 /// The error for a value in `table` that cannot be read; `path` is its place and `reason` the library's message.

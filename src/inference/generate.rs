@@ -11,6 +11,7 @@ use crate::data::Tokenizer;
 use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::random::{Domain, Stream};
+use crate::settings::in_digits;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use candle_transformers::generation::LogitsProcessor;
@@ -55,7 +56,8 @@ impl Sampling {
         let check = |ok: bool, flag: &str, message: String| if ok { Ok(()) } else { Err(Error::config(flag, message)) };
         let (temperature, penalty) = (self.temperature, self.repetition_penalty);
         let fine = (0.0..=100.0).contains(&temperature);
-        check(fine, "--temperature", format!("`{temperature}` is not between 0 (the likeliest token) and 100"))?;
+        let shown = in_digits(temperature);
+        check(fine, "--temperature", format!("`{shown}` is not between 0 (the likeliest token) and 100"))?;
         check(self.top_k != Some(0), "--top-k", "`0` leaves no token to choose; omit the flag for all".into())?;
         if let Some(p) = self.top_p {
             check(p > 0.0 && p <= 1.0, "--top-p", format!("`{p}` is not a probability above 0 and up to 1"))?;

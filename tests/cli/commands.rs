@@ -329,7 +329,12 @@ fn every_command_takes_numbers_with_powers_and_fractions() {
     assert_eq!(generate("--max-tokens=8e0 --top-p 5e-1"), generate("--max-tokens=8 --top-p 0.5"));
     let scaler = |steps: &str| fixture.said(&format!("lab scaler --steps {steps} --rate 1/100 --ascii --width 80"));
     assert_eq!(scaler("2^9"), scaler("512"));
-    for (line, typed) in [("generate model -n 1/3", "'1/3'"), ("lab scaler --steps 2^-1", "'2^-1'")] {
+    for (line, typed) in [
+        ("generate model -n 1/3", "'1/3'"),
+        ("generate model --temperature 1e300", "`1e300`"),
+        ("lab scaler --steps 2^-1", "'2^-1'"),
+        ("lab bits --cursor 2^5", "'2^5'"),
+    ] {
         let err = fixture.refused(line);
         assert!(err.contains(typed), "{line}: {err}");
     }

@@ -81,7 +81,7 @@ pub(super) struct BitsArgs {
     #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
     pub(super) format: FloatFormat,
     /// A bit to explain, counted from the left
-    #[arg(long, value_name = "BIT", add = control(Count(0)).start("0").within(0.0, 31.0))]
+    #[arg(long, value_name = "BIT", value_parser = clap::value_parser!(u32).range(..32), add = control(Count(0)).start("0").within(0.0, 31.0))]
     pub(super) cursor: Option<u32>,
 }
 

@@ -107,7 +107,7 @@ pub(crate) fn check_hub(settings: &Settings) -> HubStatus {
             HubStatus { endpoint, reachable: Some(true), note: format!("answers within {} ms", took.as_millis()) }
         }
         Err(why) => {
-            let note = format!("{why}; use a local folder or a mirror (`HF_ENDPOINT=URL`)");
+            let note = format!("unreachable: {why}; use a local folder or a mirror (`HF_ENDPOINT=URL`)");
             HubStatus { endpoint, reachable: Some(false), note }
         }
     }

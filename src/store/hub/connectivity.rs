@@ -20,15 +20,15 @@ pub fn connect(settings: &Settings, timeout: Duration) -> Result<Duration, Strin
     std::thread::spawn(move || sender.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
     let addresses = receiver
         .recv_timeout(timeout)
-        .map_err(|_| format!("unreachable: no address for `{host}` within {} s", timeout.as_secs()))?
-        .map_err(|error| format!("unreachable: no address for `{host}` ({error})"))?;
+        .map_err(|_| format!("no address for `{host}` within {} s", timeout.as_secs()))?
+        .map_err(|error| format!("no address for `{host}` ({error})"))?;
     let try_one = |address: &SocketAddr| {
         let left = timeout.checked_sub(began.elapsed()).filter(|left| !left.is_zero())?;
         TcpStream::connect_timeout(address, left).ok()
     };
     match addresses.iter().find_map(try_one) {
         Some(_) => Ok(began.elapsed()),
-        None => Err(format!("unreachable: `{host}` accepts no connection on port {port}")),
+        None => Err(format!("`{host}` accepts no connection on port {port}")),
     }
 }
 
@@ -61,7 +61,7 @@ mod tests {
         at(&endpoint).unwrap();
         drop(listener);
         let began = Instant::now();
-        assert!(at(&endpoint).unwrap_err().starts_with("unreachable"));
+        assert!(at(&endpoint).unwrap_err().starts_with("`127.0.0.1` accepts no connection"));
         assert!(at("http://no.such.host.invalid").unwrap_err().contains("no address for `no.such.host.invalid`"));
         assert!(began.elapsed() < 3 * PATIENCE);
     }

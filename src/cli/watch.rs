@@ -51,8 +51,17 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         [] => vec![find_log(None, &args.runs_dir.path)?],
         runs => runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?,
     };
+    let check = |log: &PathBuf| {
+        if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
+            let list = command_for("finetune runs", &args.runs_dir.path);
+            let message = format!("has no record that can be read, and no process writes one; {list} lists the runs");
+            return Err(Error::config(format!("`{}`", log.display()), message));
+        }
+        Ok(())
+    };
     for (flag, file, format) in [("--svg", &args.svg, ImageFormat::Svg), ("--png", &args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
+        logs.iter().try_for_each(check)?;
         let output = output_file(flag, file, &logs)?;
         let _reporter = Reporter::of("reading the log");
         let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme, format)?;
@@ -68,13 +77,8 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         let message = "plain lines show one run; leave the others out, or let `finetune compare` print all of them";
         Err(Error::config("watch", message))
     } else {
-        let log = &logs[0];
-        if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
-            let list = command_for("finetune runs", &args.runs_dir.path);
-            let message = format!("has no record that can be read, and no process writes one; {list} lists the runs");
-            return Err(Error::config(format!("`{}`", log.display()), message));
-        }
-        screen::watch_plain(log, args.speed, stdout(), LOG_EVERY)
+        check(&logs[0])?;
+        screen::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
     }
 }
 

@@ -99,16 +99,16 @@ fn converse(chat: &mut Chat, speaker: &mut ChatResponder<'_>, editor: &mut Optio
             "/reset" => begin(chat, args.system.as_deref()),
             "/system" => begin(chat, Some(rest).filter(|text| !text.is_empty())),
             "/save" if rest.is_empty() => print_notice("`/save` needs a file name"),
+            "/save" | "/regenerate" if chat.history.last_answer().is_none() => print_notice("there is no answer yet"),
             "/save" => match save(chat, rest) {
                 Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.messages.len())),
                 Err(error) => print_notice(&error.to_string()),
             },
-            "/regenerate" if chat.history.last_answer().is_some() => {
+            "/regenerate" => {
                 chat.history.messages.pop();
                 speaker.sampling.seed = speaker.sampling.seed.wrapping_add(1);
                 speaker.reply(chat, before)?;
             }
-            "/regenerate" => print_notice("there is no answer yet"),
             unknown if unknown.starts_with('/') => {
                 print_notice(&format!("unknown command `{unknown}`; /help lists the commands"));
             }

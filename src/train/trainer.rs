@@ -523,6 +523,9 @@ impl Trainer {
                         self.warn("there is no validation data: `val` is `none`".into());
                     }
                 }
+                Some(Command::SampleNow) if self.sampler.is_none() => {
+                    self.warn("there are no text samples: `train.sample_tokens` is 0".into());
+                }
                 Some(Command::SampleNow) => self.sample(),
                 Some(Command::ProbeNow) => *probe = true,
                 Some(Command::Stop { save }) => {

@@ -91,6 +91,17 @@ fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
     assert_eq!((reason, steps(&events).count()), (FinishReason::Done, 6));
 }
 
+/// Regression: the dashboard waited for the sample forever.
+#[test]
+fn asking_for_a_sample_of_a_run_without_samples_is_answered() {
+    let mut settings = config(PrecisionPolicy::FP32, 1);
+    settings.train.sample_tokens = 0;
+    let (_, events, _) = run(&settings, Some(Command::SampleNow));
+    let is_answer =
+        |event: &&Event| matches!(event, Event::Warning(warning) if warning.message.contains("train.sample_tokens"));
+    assert_eq!(events.iter().filter(is_answer).count(), 20);
+}
+
 #[test]
 fn an_epoch_is_counted_in_samples() {
     let folder = tempfile::tempdir().unwrap();

@@ -161,6 +161,7 @@ impl App {
             Event::Fp32Probe(_) => Some("probing"),
             Event::Paused { .. } => Some("pausing"),
             Event::Resumed { .. } => Some("resuming"),
+            Event::Warning(_) if self.stopping.is_none() => self.notice,
             Event::Finished(_) => self.notice,
             _ => None,
         };

@@ -13,9 +13,9 @@ use crate::screen::renderer::{Exit, MessageSource, Playback, ScreenMessage};
 use crate::screen::watch::LogSource;
 use crate::screen::words;
 use crate::telemetry::{
-    self, CheckpointSaved, Command, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats, GradVariance,
-    Overflow, Pass, ProcessRate, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, Throughput,
-    UnderflowOnset, VERSION,
+    self, CheckpointSaved, Command, Diagnostic, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats,
+    GradVariance, Overflow, Pass, ProcessRate, ProcessStats, Record, RunState, Started, StepRecord, TensorRow,
+    Throughput, UnderflowOnset, VERSION,
 };
 use crate::ui::{ColorScheme, Palette, Theme, folded, text_of, to_ascii};
 use invented::{Invented, InventedRun};
@@ -391,10 +391,13 @@ fn the_colours_of_one_frame() {
 fn keys_become_commands_and_answers_clear_their_notice() {
     let mut view = running();
     assert_eq!(press(&mut view, "segp"), [Command::SaveNow, Command::EvalNow, Command::SampleNow, Command::ProbeNow]);
-    press(&mut view, "s");
-    assert_eq!(view.notice, Some("saving"));
-    view.receive(record(Event::CheckpointSaved(CheckpointSaved::default())));
-    assert_eq!(view.notice, None);
+    let failure = Diagnostic { step: 1, message: "no checkpoint".into() };
+    for answer in [Event::CheckpointSaved(CheckpointSaved::default()), Event::Warning(failure)] {
+        press(&mut view, "s");
+        assert_eq!(view.notice, Some("saving"));
+        view.receive(record(answer));
+        assert_eq!(view.notice, None);
+    }
     assert_eq!(press(&mut view, " "), [Command::Pause]);
     view.receive(record(Event::Paused { step: 1 }));
     assert_eq!(press(&mut view, " "), [Command::Resume]);

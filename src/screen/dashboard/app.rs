@@ -438,12 +438,13 @@ impl App {
     }
 
     fn draw_footer(&self, canvas: &mut Canvas) {
-        if let (Some(step), 0) = (self.scene.charts.cursor, self.tab) {
+        let refused = self.refused.filter(|since| self.uptime < since + EXPLAINED);
+        if let (Some(step), 0, None, None) = (self.scene.charts.cursor, self.tab, refused, self.notice) {
             charts::draw_cursor_values(&self.scene, step, canvas);
             return;
         }
         let mut x = 1;
-        if self.refused.is_some_and(|since| self.uptime < since + EXPLAINED) {
+        if refused.is_some() {
             x = canvas.text(x, 0, "commands work only in the training terminal", Role::Subnormal) + 3;
         }
         for message in [self.activity.as_deref(), self.notice].into_iter().flatten() {

@@ -418,6 +418,8 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
     press(&mut view, "e");
     view.uptime += 6000;
     assert_eq!(footer(&view), usual, "time ends it too");
+    press(&mut view, ",e");
+    assert!(footer(&view).contains("commands work only"), "the cursor does not hide it");
     assert_eq!(press(&mut view, "q"), []);
     assert_eq!(view.exit, Some(Exit::Ended));
 }

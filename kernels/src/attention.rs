@@ -9,6 +9,7 @@ use self::product::{add_to, by_columns, by_rows, in_panels, in_rows, multiply, o
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::dropout::Dropout;
 use crate::isa;
+use crate::machine::allocator::CACHE_LINE;
 use crate::math;
 use crate::op;
 use crate::rows::{axpy, dot, max, scale, sum, with_scratch};
@@ -522,17 +523,18 @@ fn score_gradients(p: &mut [f32], dp: &mut [f32], log: f32, delta: f32, softcap:
     }
 }
 
-/// Passes `f` scratch matrices of the given lengths, with arbitrary contents.
+/// Passes `f` scratch matrices of the given lengths, with arbitrary contents, each from the start of a cache line.
 #[inline(always)]
 pub(crate) fn with_matrices<const N: usize>(lengths: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
+    let aligned = |length: usize| length.next_multiple_of(CACHE_LINE / size_of::<f32>());
     with_scratch(
-        lengths.iter().sum(),
+        lengths.into_iter().map(aligned).sum(),
         #[inline(always)]
         |mut rest| {
             f(lengths.map(|length| {
-                let (matrix, tail) = std::mem::take(&mut rest).split_at_mut(length);
+                let (matrix, tail) = std::mem::take(&mut rest).split_at_mut(aligned(length));
                 rest = tail;
-                matrix
+                &mut matrix[..length]
             }));
         },
     );

@@ -3,8 +3,7 @@
 //! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They use huge pages if the system
 //! grants them: packed operands are streamed, and with small pages address translation would limit the speed.
 
-use super::pack::CACHE_LINE;
-use crate::machine::allocator::{Allocator, HUGE_PAGE};
+use crate::machine::allocator::{Allocator, CACHE_LINE, HUGE_PAGE};
 use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};

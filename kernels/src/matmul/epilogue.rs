@@ -4,7 +4,7 @@ use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Epilogue;
 use super::micro::{MAX_TILE, PrefetchQueue, Tile};
-use super::pack::CACHE_LINE;
+use crate::machine::allocator::CACHE_LINE;
 use std::any::TypeId;
 use std::ops::Range;
 

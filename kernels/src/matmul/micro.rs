@@ -2,7 +2,8 @@
 
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::pack::{CACHE_LINE, PackUnit, PanelLayout};
+use super::super::machine::allocator::CACHE_LINE;
+use super::pack::{PackUnit, PanelLayout};
 use std::marker::PhantomData;
 use std::ops::Range;
 

@@ -8,6 +8,7 @@
 
 use super::super::convert::Element;
 use super::super::isa::vectorize;
+use super::super::machine::allocator::CACHE_LINE;
 use super::Operand;
 use super::micro::PrefetchQueue;
 use half::bf16;
@@ -506,8 +507,6 @@ impl<'a, T> Prefetch<'a, T> {
         }
     }
 }
-
-pub(super) const CACHE_LINE: usize = 64;
 
 impl<T> Operand<'_, T> {
     /// Prefetches what follows a row's elements if they are neighbours: as much again.

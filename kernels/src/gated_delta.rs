@@ -330,28 +330,34 @@ impl<'a> Layer<'a> {
         self.heads.value_dim.next_multiple_of(STRIP)
     }
 
-    /// The inputs of some channels of row `i`, `before` tokens earlier.
+    /// Writes the inputs of some channels of all rows, in rows of `width` with zeros as padding.
     #[inline(always)]
-    fn earlier<'b>(
-        &'b self,
-        sequence: Sequence<'b>,
-        [i, before]: [usize; 2],
-        channels: Range<usize>,
-        scratch: &'b mut [f32],
-    ) -> &'b [f32] {
-        if before <= i {
-            return self.input.as_f32(sequence.first + i - before, channels.start, scratch);
+    fn load(&self, sequence: Sequence<'_>, channels: Range<usize>, out: &mut [f32], width: usize) {
+        for (i, out) in out.chunks_exact_mut(width).enumerate() {
+            let (out, padding) = out.split_at_mut(channels.len());
+            self.input.load(sequence.first + i, channels.start, out);
+            padding.fill(0.0);
         }
-        let row = (sequence.past + i - before) % self.taps.count();
-        &sequence.inputs[row * self.heads.channels()..][channels]
     }
 
-    /// Writes the convolution of some channels of row `i`.
+    /// Writes the convolution of some channels of row `i`. `inputs` has these of all rows, in rows of `width`.
     #[inline(always)]
-    fn convolve(&self, sequence: Sequence<'_>, i: usize, channels: Range<usize>, out: &mut [f32], scratch: &mut [f32]) {
+    fn convolve(
+        &self,
+        sequence: Sequence<'_>,
+        i: usize,
+        channels: Range<usize>,
+        (inputs, width): (&[f32], usize),
+        out: &mut [f32],
+    ) {
         out.fill(0.0);
         for before in 0..self.taps.count().min(sequence.position(i) + 1) {
-            let inputs = self.earlier(sequence, [i, before], channels.clone(), scratch);
+            let inputs = if before <= i {
+                &inputs[(i - before) * width..][..channels.len()]
+            } else {
+                let row = (sequence.past + i - before) % self.taps.count();
+                &sequence.inputs[row * self.heads.channels()..][channels.clone()]
+            };
             add_product(out, &self.taps.of(before)[channels.clone()], inputs);
         }
     }
@@ -359,14 +365,14 @@ impl<'a> Layer<'a> {
     /// Writes some channels of all rows after convolution and SiLU, in rows of `width` with zeros as padding.
     #[inline(always)]
     fn mix(&self, sequence: Sequence<'_>, channels: Range<usize>, [out, scratch]: [&mut [f32]; 2], width: usize) {
-        let count = channels.len();
-        for (i, out) in out.chunks_exact_mut(width).enumerate() {
-            let (out, padding) = out.split_at_mut(count);
-            self.convolve(sequence, i, channels.clone(), out, &mut scratch[..count]);
-            for x in out {
-                *x = math::silu(*x);
+        self.load(sequence, channels.clone(), out, width);
+        let sum = &mut scratch[..channels.len()];
+        // From the last one, because each row replaces its inputs, which later ones read.
+        for i in (0..sequence.len).rev() {
+            self.convolve(sequence, i, channels.clone(), (out, width), sum);
+            for (x, sum) in out[i * width..].iter_mut().zip(&*sum) {
+                *x = math::silu(*sum);
             }
-            padding.fill(0.0);
         }
     }
 
@@ -467,10 +473,13 @@ impl Tokens<'_> {
             let change = times(self.strengths[i], error);
             let mut output = [0.0; STRIP];
             for (state, (query, key)) in state.iter_mut().zip(query.iter().zip(key)) {
-                // In separate loops, because the compiler would not vectorise a common one.
-                scale(state, decay);
-                axpy(*key, &change, state);
-                axpy(*query, state, &mut output);
+                // In separate loops, because the compiler would not vectorise a common one, and in a copy, because it would
+                // store the state after each.
+                let mut row = *state;
+                scale(&mut row, decay);
+                axpy(*key, &change, &mut row);
+                axpy(*query, &row, &mut output);
+                *state = row;
             }
             *row = output;
         }

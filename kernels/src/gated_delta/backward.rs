@@ -494,12 +494,13 @@ fn mix_backward(
 ) {
     let (len, count, taps) = (sequence.len, channels.len(), layer.taps.count());
     with_matrices(
-        [count],
+        [len * count],
         #[inline(always)]
-        |[sum]| {
-            let scratch = &mut scratch[..count];
+        |[inputs]| {
+            layer.load(sequence, channels.clone(), inputs, count);
+            let sum = &mut scratch[..count];
             for (i, row) in rows.chunks_exact_mut(width).enumerate() {
-                layer.convolve(sequence, i, channels.clone(), sum, scratch);
+                layer.convolve(sequence, i, channels.clone(), (inputs, count), sum);
                 for (d, x) in row.iter_mut().zip(&*sum) {
                     *d *= math::silu_with_derivative(*x).1;
                 }
@@ -512,15 +513,22 @@ fn mix_backward(
                 // SAFETY: one task alone writes these channels of the row.
                 unsafe { gradients.dinput.store(sequence.first + i, channels.start, sum) };
             }
+            if gradients.trains_conv {
+                convolution_gradients(sequence, inputs, rows, width, dconv);
+            }
         },
     );
-    if !gradients.trains_conv {
-        return;
-    }
+}
+
+/// Writes the gradients of a convolution's weights, `[K, channels]`, from its `inputs [T, channels]` and the gradients `rows [T, width]` of
+/// its outputs.
+#[inline(always)]
+fn convolution_gradients(sequence: Sequence<'_>, inputs: &[f32], rows: &[f32], width: usize, dconv: &mut [f32]) {
+    let count = inputs.len() / sequence.len;
     for (before, dtap) in dconv.chunks_exact_mut(count).enumerate() {
         for (first, dtap) in (0..count).step_by(STRIPE).zip(dtap.chunks_mut(STRIPE)) {
             let [sums] = column_sums(
-                len,
+                sequence.len,
                 first,
                 dtap.len(),
                 #[inline(always)]
@@ -528,10 +536,7 @@ fn mix_backward(
                     if sequence.position(i) < before {
                         return;
                     }
-                    let mut scratch = [0.0; STRIPE];
-                    let start = channels.start + first;
-                    let channels = start..start + dtap.len();
-                    let inputs = layer.earlier(sequence, [i, before], channels, &mut scratch[..dtap.len()]);
+                    let inputs = &inputs[(i - before) * count + first..][..dtap.len()];
                     add_product(sums, &rows[i * width + first..][..dtap.len()], inputs);
                 },
             );

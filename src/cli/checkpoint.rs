@@ -10,6 +10,7 @@ use crate::store::checkpoint::{
 };
 use crate::ui::format::{bytes, decimals, scale};
 use crate::{Error, Result, untrusted};
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -62,7 +63,7 @@ pub(super) struct PruneArgs {
     /// The run's name or folder
     run: PathBuf,
     /// Keep the newest N of the full and of the weights-only checkpoints
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     keep_last: usize,
     /// Also delete the checkpoint with the best validation loss if it is old
     #[arg(long)]

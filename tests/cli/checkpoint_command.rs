@@ -122,6 +122,7 @@ fn prune_keeps_the_last_the_best_and_what_a_run_can_be_resumed_from() {
 #[test]
 fn prune_rejects_running_runs_and_other_folders() {
     let fixture = runs();
+    fixture.assert_refused("checkpoint prune one --keep-last 0", &["'0'", "--keep-last"]);
     let err = fixture.refused("checkpoint prune .");
     assert!(err.contains("contains no checkpoint; use the folder of one run"), "{err}");
     assert!(!fixture.path(".lock").exists());

@@ -81,7 +81,7 @@ impl TemplateSandbox {
         self.try_render(conversation, variables, add_generation_prompt)?
     }
 
-    /// Like [`Template::render`], with a second error if the template does not end within its limits.
+    /// Like [`Template::render`]. The outer error is for a template that exceeds its limits.
     pub(super) fn try_render(
         &self,
         conversation: &Conversation,

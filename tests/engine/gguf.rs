@@ -127,7 +127,7 @@ fn a_sentence_piece_tokenizer_merges_by_score_and_falls_back_to_bytes() {
     assert_eq!(tokenizer.decode(&tokenizer.encode("ab é").unwrap()).unwrap(), "ab é");
     let json: serde_json::Value = serde_json::from_slice(tokenizer.json()).unwrap();
     assert_eq!(json["post_processor"]["special_tokens"]["<s>"]["ids"], serde_json::json!([1]));
-    // Phi-3's special tokens take the white space after them, except three; a file does not say so.
+    // Phi-3's special tokens, except three, include the white space after them. A file has no key for that.
     for (architecture, end) in [("llama", &[2, id("▁"), id("\n"), id("a")][..]), ("phi3", &[2, id("▁a")])] {
         let mut metadata = sentence_piece();
         metadata[0].1 = Value::String(architecture.into());

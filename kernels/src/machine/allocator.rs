@@ -1,4 +1,4 @@
-//! The program's allocator: the system's, with huge pages for large blocks and a count of allocations.
+//! The program's allocator: the system's, with whole cache lines for long blocks, huge pages for large ones, and a count of allocations.
 //!
 //! Each step streams through weights, gradients and moments, and with 4 kB pages address translation would limit its speed.
 //! A program opts in with `#[global_allocator]`.
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a cache line, which is also the width of the widest vectors.
 pub(crate) const CACHE_LINE: usize = 64;
-/// Blocks of at least this size start on a cache line, because a vector that crosses one takes twice as long.
+/// Blocks of at least this size start on a cache line, because loading a vector that crosses one takes longer.
 const ALIGNED: usize = 1 << 10;
 
 static COUNT: AtomicU64 = AtomicU64::new(0);

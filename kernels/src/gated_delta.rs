@@ -51,6 +51,11 @@ impl DeltaHeads {
         2 * self.keys() + self.values()
     }
 
+    /// Elements of all states.
+    pub const fn state_elements(self) -> usize {
+        self.value_heads * self.key_dim * self.value_dim
+    }
+
     /// Columns of the input.
     pub const fn input_width(self) -> usize {
         self.channels() + self.values() + 2 * self.value_heads

@@ -3,6 +3,7 @@
 use crate::attention::AttentionShape;
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::decode_attention::CachedSequence;
+use crate::gated_delta::DeltaHeads;
 use crate::matmul::GemmShape;
 use crate::op::{Access, Op};
 use crate::pass::{PassFn, PassInputs};
@@ -22,7 +23,7 @@ pub struct Cost {
     pub time: Duration,
     /// Bytes of memory that the operands take: each one read or written once, or both if it is updated.
     pub bytes: f64,
-    /// Floating-point operations of products and attention. Other operations are not counted.
+    /// Floating-point operations of products, attention and the gated delta rule. Other operations are not counted.
     pub flops: f64,
 }
 
@@ -169,6 +170,7 @@ impl Kernels for Profile {
 fn flops(op: &Op<'_>) -> f64 {
     let product = |m: usize, n: usize, k: usize| 2.0 * m as f64 * n as f64 * k as f64;
     let rows_by = |x: ColumnSlice<'_>, inner: usize| product(x.rows(), x.count(), inner);
+    let states = |tokens: &Tensor, heads: DeltaHeads| (tokens.dims()[0] * heads.state_elements()) as f64;
     match op {
         Op::Linear(op) => {
             let (rows, outputs) = (op.x.dims()[0], op.y.dims()[1]);
@@ -187,6 +189,10 @@ fn flops(op: &Op<'_>) -> f64 {
             };
             4.0 * op.sequences.iter().map(scores).sum::<f64>()
         }
+        // A token reads its state twice and changes it once; the backward pass repeats the first read and the change.
+        Op::GatedDelta(op) => 6.0 * states(op.input, op.heads),
+        Op::GatedDeltaBackward(op) => 16.0 * states(op.input, op.heads),
+        Op::DecodeGatedDelta(op) => 6.0 * states(op.input, op.heads),
         _ => 0.0,
     }
 }

@@ -15,7 +15,7 @@ use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
 use crate::engine::kernels::{KernelBackend, Kernels};
-use crate::engine::model::{ModelSpec, ModuleOp, Parameters, candle_dtype};
+use crate::engine::model::{ModelSpec, ModuleOp, Parameters, Recurrence, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
@@ -246,7 +246,8 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
     batch.num_label_tokens = batch.labels.len();
 }
 
-/// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus those of causal attention.
+/// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus
+/// those of causal attention and of the gated delta rule.
 fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let products = spec.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
@@ -261,7 +262,12 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     let weights = weights.sum::<f64>() + (spec.hidden_size * spec.vocab_size) as f64;
     // Frozen weights have no gradient; their adapters' products are not counted.
     let of_weight = if spec.lora.is_some() { 4.0 } else { 6.0 };
-    (of_weight * weights + 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64) * tokens as f64
+    let mixer = |block: usize| match spec.recurrence(block) {
+        None => 6 * spec.attn_out_size() * args.seq_len,
+        Some(Recurrence::GatedDelta { heads, .. }) => 18 * heads.state_elements(),
+        Some(Recurrence::ShortConv { .. }) => 0,
+    };
+    (of_weight * weights + (0..spec.num_layers).map(mixer).sum::<usize>() as f64) * tokens as f64
 }
 
 /// Limit on the best burst as a multiple of the peak. Clocks differ by less; another program that takes a thread's place halves the
@@ -361,27 +367,32 @@ mod tests {
 
     #[test]
     fn a_profile_has_every_operation_of_a_step() {
-        let line = "bench --device cpu --model tiny --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile";
-        let args = Line::parse_from(line.split_whitespace()).bench;
-        let spec = args.spec().unwrap();
-        let report = measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap();
-        let sum = |key: &str, names: &[&str]| {
-            let lines = report["profile"].as_array().unwrap().iter();
-            let chosen = lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));
-            chosen.map(|line| line[key].as_f64().unwrap()).sum::<f64>()
-        };
-        // Each block has one attention, and one update changes all parameters.
-        assert_eq!(sum("calls", &["Attention"]), spec.num_layers as f64);
-        assert_eq!(sum("calls", &["AdamW"]), 1.0);
-        let attention = 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64;
-        let products = operations(&args, &spec) - attention * (args.batch_size * args.seq_len) as f64;
-        assert!((sum("gflop", &["Linear", "Matmul"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
-        let masters = 4.0 * spec.parameter_count() as f64;
-        assert!((sum("mb", &["AdamW"]) * 1e6 / (7.0 * masters) - 1.0).abs() < 1e-9, "{report}");
-        let share = sum("share", &[]);
-        assert!(share > 0.1 && share <= 1.0, "{share} of {report}");
-        let table = profile::table(&report);
-        assert!(table.contains("AttentionBackward") && table.contains("outside operations"), "{table}");
+        for (model, states) in [("tiny", 0.0), ("tests/golden/families/qwen3_5", 2.0 * 4.0 * 5.0 * 5.0)] {
+            let line = "bench --device cpu --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile --model";
+            let args = Line::parse_from(line.split_whitespace().chain([model])).bench;
+            let spec = args.spec().unwrap();
+            let report = measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap();
+            let sum = |key: &str, names: &[&str]| {
+                let lines = report["profile"].as_array().unwrap().iter();
+                let chosen =
+                    lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));
+                chosen.map(|line| line[key].as_f64().unwrap()).sum::<f64>()
+            };
+            // One update changes all parameters.
+            assert_eq!(sum("calls", &["Attention"]), spec.attention_layers() as f64);
+            assert_eq!(sum("calls", &["AdamW"]), 1.0);
+            let attention = 6.0 * (spec.attention_layers() * spec.attn_out_size() * args.seq_len) as f64;
+            let tokens = (args.batch_size * args.seq_len) as f64;
+            assert_eq!(sum("gflop", &["GatedDelta", "GatedDeltaBackward"]), 22.0 * states * tokens / 1e9);
+            let products = operations(&args, &spec) - (attention + 18.0 * states) * tokens;
+            assert!((sum("gflop", &["Linear", "Matmul"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
+            let masters = 4.0 * spec.parameter_count() as f64;
+            assert!((sum("mb", &["AdamW"]) * 1e6 / (7.0 * masters) - 1.0).abs() < 1e-9, "{report}");
+            let share = sum("share", &[]);
+            assert!(share > 0.1 && share <= 1.0, "{share} of {report}");
+            let table = profile::table(&report);
+            assert!(table.contains("AttentionBackward") && table.contains("outside operations"), "{table}");
+        }
     }
 
     /// Regression: the parameters of any number of layers were listed.

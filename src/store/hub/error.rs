@@ -93,21 +93,17 @@ impl HubError {
             return error;
         }
         let cache = settings.cache.display();
-        let alternatives = match repo.kind {
-            RepoType::Model => {
-                let is_architecture = ALIASES.iter().any(|(_, full_name)| full_name == id);
-                let random =
-                    if is_architecture { ", or train random weights (`--init random --tokenizer bytes`)" } else { "" };
-                format!(
-                    "use a local folder instead of the name or a mirror (`HF_ENDPOINT=URL`), copy the output of \
-                     `hf download {id}` on another machine into `{cache}`{random}"
-                )
-            }
-            RepoType::Dataset => format!(
-                "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`), or copy the output of \
-                 `hf download --repo-type dataset {id}` on another machine into `{cache}`"
-            ),
+        let (local, download) = match repo.kind {
+            RepoType::Model => ("folder", id.clone()),
+            RepoType::Dataset => ("file (`--data FILE`)", format!("--repo-type dataset {id}")),
         };
+        let copy = format!("copy the output of `hf download {download}` on another machine into `{cache}`");
+        let last = if ALIASES.iter().any(|(_, full_name)| full_name == id) {
+            format!("{copy}, or train random weights (`--init random --tokenizer bytes`)")
+        } else {
+            format!("or {copy}")
+        };
+        let alternatives = format!("use a local {local} or a mirror (`HF_ENDPOINT=URL`), {last}");
         let advice = match self {
             Self::Unauthorized(_) => {
                 format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
@@ -119,7 +115,7 @@ impl HubError {
             Self::NoSuchFile => "the repository does not have the required files".to_owned(),
             Self::DiskFull { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
             Self::NotCached(_) if settings.network_error.is_none() => {
-                format!("unset `{}` to download it, or {alternatives}", settings.offline_variable)
+                format!("unset `{}` to download it, {alternatives}", settings.offline_variable)
             }
             _ => alternatives,
         };

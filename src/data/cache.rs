@@ -271,6 +271,8 @@ impl TokenWriter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::mixture::Mixture;
+    use crate::data::{BatchLoader, SequenceIndex, TokenSource};
     use proptest::prelude::*;
     use std::path::PathBuf;
 
@@ -296,6 +298,13 @@ mod tests {
         File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
         file.read(90_000, &mut out);
         assert!(out.iter().all(|&id| id == 0) && file.failure.get().is_some());
+        // A loader stops for any of its data sets.
+        let index = |tokens| SequenceIndex::new(tokens, 8, false, "x").unwrap();
+        let whole = index(TokenSource::from_ids(vec![7; 100]));
+        let sets = vec![(whole, 0.5), (index(TokenSource::from_file(file)), 0.5)];
+        let loader = BatchLoader::from_index(Mixture::new(sets).unwrap(), 1, 1).unwrap();
+        let message = loader.check().unwrap_err().to_string();
+        assert!(message.contains("damaged while it was in use"), "{message}");
     }
 
     #[test]

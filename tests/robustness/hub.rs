@@ -205,7 +205,9 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         }
         return Ok(());
     }
-    let headers = format!("ETag: \"{}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n", etag(&content));
+    // A server that compresses answers has weak hashes.
+    let weak = if ask { "W/" } else { "" };
+    let headers = format!("ETag: {weak}\"{}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n", etag(&content));
     if ask {
         let range = format!("Content-Range: bytes 0-0/{}\r\nContent-Length: 1", content.len());
         write!(out, "HTTP/1.1 206 Partial Content\r\n{headers}{range}\r\n\r\n")?;

@@ -259,6 +259,19 @@ pub(super) fn is_hex(text: &str, digits: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::hub::RepoType;
+
+    #[test]
+    fn a_partial_download_is_not_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let repo = Repo::new(RepoType::Model, "owner/name", "main").unwrap();
+        let cache = RepoCache::new(folder.path(), &repo);
+        let metadata = Metadata { commit: String::new(), etag: "0".repeat(40), size: 10 };
+        let partial = cache.partial(&metadata, |_| ()).unwrap().unwrap();
+        assert_eq!(cache.missing(&metadata), 10);
+        partial.file.set_len(4).unwrap();
+        assert_eq!(cache.missing(&metadata), 6);
+    }
 
     #[test]
     fn the_hash_of_a_small_file_is_that_of_git() {

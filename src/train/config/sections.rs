@@ -379,11 +379,13 @@ settings! {
 const MAX_RUN_NAME: usize = 255;
 
 impl CheckpointSection {
-    /// Rejects a run's name that no folder can have.
+    /// Rejects a run's name that no folder can have, or that commands would take for a flag.
     pub(super) fn validate(&self) -> Result<()> {
         let run = self.run.as_deref().unwrap_or("run");
-        if run.is_empty() || run.starts_with('.') || run.contains(|c: char| c == '/' || c == '\\' || c.is_control()) {
-            return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
+        let has_path = run.contains(|c: char| c == '/' || c == '\\' || c.is_control());
+        if run.is_empty() || run.starts_with(['.', '-']) || has_path {
+            let message = format!("`{run}` is not a folder name, or begins with `.` or `-`; choose another name");
+            return Err(Error::config("checkpoint.run", message));
         }
         if run.len() > MAX_RUN_NAME {
             let message = format!("{} bytes are too long for a folder's name; use at most {MAX_RUN_NAME}", run.len());

@@ -39,6 +39,7 @@ use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 use crate::engine::preflight;
 use crate::settings::{integer, number};
 use crate::telemetry::FinishReason;
+use crate::train::check_threads;
 use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
 use clap::error::{ContextKind, ContextValue};
@@ -48,6 +49,9 @@ use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::process::ExitCode;
 use std::sync::Arc;
+
+/// The default number of threads.
+const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
 
 /// Printed at the end of `finetune --help`.
 const EXAMPLES: &str = "\
@@ -257,6 +261,9 @@ fn exit_code(result: Result<ExitCode>) -> ExitCode {
 
 fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
+    // Rayon has no limit, and ignores 0 and any other text.
+    let threads = std::env::var(THREADS_VARIABLE).ok().and_then(|threads| threads.parse().ok());
+    check_threads(THREADS_VARIABLE, threads.filter(|threads| *threads > 0))?;
     if !group.is_leader() {
         // Only the leader runs commands that do not train.
         return match cli.command {

@@ -153,9 +153,12 @@ fn mistakes_of_daily_use() {
 #[test]
 fn invalid_environments() {
     let fixture = folder();
-    let (code, _, said) = launch::finish(fixture.command("").env("FINETUNE_ISA", "mmx"));
-    assert_eq!(code, Some(2));
-    insta::assert_snapshot!("environment", said);
+    let refused = |variable: &str, value: &str| {
+        let (code, _, said) = launch::finish(fixture.command("").env(variable, value));
+        assert_eq!(code, Some(2));
+        said
+    };
+    insta::assert_snapshot!("environment", refused("FINETUNE_ISA", "mmx") + &refused("RAYON_NUM_THREADS", "99999"));
 }
 
 /// Rows that cannot be used for training: the location of the mistake, and its remedy.

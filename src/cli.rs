@@ -42,11 +42,13 @@ use crate::telemetry::FinishReason;
 use crate::train::check_threads;
 use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
-use clap::error::{ContextKind, ContextValue};
+use clap::error::ContextKind;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
+use std::error::Error as _;
 use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
+use std::num::ParseIntError;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -156,7 +158,7 @@ fn parse(mut words: Vec<OsString>) -> Result<ArgMatches, clap::Error> {
             Err(error) => error,
         };
         let Some((flag, text)) = invalid_value(&error) else { return Err(error) };
-        let Some(digits) = in_digits(&text) else { return Err(error) };
+        let Some(digits) = in_digits(&text) else { return Err(with_problem(error, &flag, &text)) };
         // Other words may contain the same text, such as a prompt. Only the flag's own word changes the error.
         let corrected = (1..words.len()).find_map(|at| {
             let word = words[at].to_str().filter(|word| word.contains(&text))?;
@@ -169,18 +171,27 @@ fn parse(mut words: Vec<OsString>) -> Result<ArgMatches, clap::Error> {
         match corrected {
             Some(corrected) => words = corrected,
             // Not a value in digits either: name the one that was typed.
-            None => return Err(error),
+            None => return Err(with_problem(error, &flag, &text)),
         }
     }
 }
 
 /// The flag and the value that an error rejects.
 fn invalid_value(error: &clap::Error) -> Option<(String, String)> {
-    let text = |kind| match error.get(kind) {
-        Some(ContextValue::String(text)) => Some(text.clone()),
-        _ => None,
-    };
+    let text = |kind| suggestions::typed(error, kind).map(str::to_owned);
     Some((text(ContextKind::InvalidArg)?, text(ContextKind::InvalidValue)?))
+}
+
+/// `error`; if `text` is not a whole number for `flag`, with the problem that settings would name.
+fn with_problem(error: clap::Error, flag: &str, text: &str) -> clap::Error {
+    let is_integer = error.source().and_then(|source| source.downcast_ref::<ParseIntError>()).is_some();
+    match integer(text) {
+        Err(problem) if is_integer => {
+            let help = "For more information, try '--help'.";
+            clap::Error::raw(error.kind(), format!("invalid value '{text}' for '{flag}': {problem}\n\n{help}\n"))
+        }
+        _ => error,
+    }
 }
 
 /// A number with a power, a fraction or an exponent in digits alone.
@@ -348,7 +359,11 @@ mod tests {
             let command = format!("{:?}", parse(line).unwrap().command);
             assert!(expected.iter().all(|part| command.contains(part)), "{command}");
         }
-        let error = parse("finetune generate m --prompt 1/3 -n 1/3").unwrap_err().to_string();
-        assert!(error.contains("'1/3' for '--max-tokens <N>'"), "{error}");
+        for (text, problem) in
+            [("1/3", "not a whole number such as 600"), ("-5", "below 0"), ("9e99", "too large: at most")]
+        {
+            let error = parse(&format!("finetune generate m --prompt {text} -n {text}")).unwrap_err().to_string();
+            assert!(error.contains(&format!("'{text}' for '--max-tokens <N>': {problem}")), "{error}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Tips for commands and flags of other trainers.
 
-use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::error::{ContextKind, ContextValue};
 
 /// Flags and keys of transformers' Trainer and TRL, axolotl, mlx-lm, Unsloth and LLaMA-Factory, in their spelling with
 /// underscores, and what replaces them here.
@@ -116,20 +116,20 @@ const COMMANDS: &[(&str, &str)] = &[
     ("sample predict infer inference", "`finetune generate MODEL` generates text, `finetune chat MODEL` answers"),
 ];
 
+/// A part of the command line that `error` names.
+pub(super) fn typed(error: &clap::Error, kind: ContextKind) -> Option<&str> {
+    if let Some(ContextValue::String(typed)) = error.get(kind) { Some(typed) } else { None }
+}
+
 pub(super) fn suggestion(error: &clap::Error) -> Option<&'static str> {
-    let typed = |kind| match error.get(kind) {
-        Some(ContextValue::String(typed)) => typed.as_str(),
-        _ => "",
-    };
+    let typed = |kind| typed(error, kind).unwrap_or_default();
     let flag = typed(ContextKind::InvalidArg).trim_start_matches('-').replace('-', "_");
     let command = typed(ContextKind::InvalidSubcommand);
     let is_config = [".yml", ".yaml", ".toml", ".json"].iter().any(|ending| command.ends_with(ending));
-    let digits = error.kind() == ErrorKind::ValueValidation && error.to_string().contains("invalid digit");
     find(FLAGS, &flag)
         .or_else(|| find(COMMANDS, command))
         .or(is_config
             .then_some("`--config FILE` reads settings from a TOML file; `finetune config --explain` prints one"))
-        .or(digits.then_some("write a whole number without a unit, such as 1000 or 2^10"))
 }
 
 fn find(table: &[(&str, &'static str)], name: &str) -> Option<&'static str> {
@@ -141,6 +141,7 @@ mod tests {
     use super::*;
     use crate::cli::definition;
     use crate::train::Config;
+    use clap::error::ErrorKind;
 
     /// The commonest flags of four other trainers, as their users type them.
     const COMMON: [&str; 4] = [

@@ -103,7 +103,12 @@ impl Setting {
     pub(crate) fn new<T: 'static>(key: &str, comment: &'static [&'static str]) -> Self {
         let key = key.to_owned();
         let kind = Kind::of::<T>();
-        let limits = (TypeId::of::<T>() == TypeId::of::<u32>()).then_some((0.0, f64::from(u32::MAX)));
+        let limits = match TypeId::of::<T>() {
+            integer if integer == TypeId::of::<u32>() => Some((0.0, f64::from(u32::MAX))),
+            // A scale.
+            float if float == TypeId::of::<f32>() => Some((1e-45, 3.4e38)),
+            _ => None,
+        };
         Self { key, comment, kind, fixed: false, flag: None, limits, inner: Vec::new() }
     }
 
@@ -178,7 +183,7 @@ impl Setting {
         let message = match self.kind {
             Kind::Integer if number < least => format!("must be at least {least}"),
             Kind::Integer => format!("{number} is more than the maximum of {greatest}"),
-            _ => format!("`{}` is not between {least} and {greatest}", in_digits(number)),
+            _ => format!("`{}` is not between {} and {}", in_digits(number), in_digits(least), in_digits(greatest)),
         };
         Err(Error::config(&self.key, message))
     }

@@ -132,9 +132,6 @@ impl PrecisionConfig {
         if self.fallback_overflows == 0 || self.fallback_window == 0 {
             return refuse("fallback_overflows", "this and `fallback_window` must be at least 1".into());
         }
-        if !(self.fallback_max_scale.is_finite() && self.fallback_max_scale > 0.0) {
-            return refuse("fallback_max_scale", format!("{} must be finite and positive", self.fallback_max_scale));
-        }
         if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
             let message = format!("fallback needs FP16, but this run computes in `{compute}`; remove the setting");
             return refuse("fallback", message);

@@ -224,6 +224,11 @@ impl Config {
     }
 
     fn from_table(table: &toml::Table) -> Result<Self> {
+        // Here numbers are still as they were typed: 1e-300 would be 0 in FP32.
+        known()
+            .iter()
+            .filter_map(|setting| Some(setting.check(value_at(table, &setting.key)?)))
+            .collect::<Result<()>>()?;
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
             value_error(table, &error.path().to_string(), error.inner().message())
@@ -425,12 +430,6 @@ impl Config {
         ];
         if let Some((why, _)) = never.into_iter().find(|(_, is_never)| *is_never && self.train.early_stopping > 0) {
             return Err(Error::config("train.early_stopping", format!("needs validation between steps, but {why}")));
-        }
-        let values = self.values()?;
-        for setting in Self::settings() {
-            if let Some(value) = values.get(&setting.key) {
-                setting.check(value)?;
-            }
         }
         let TelemetrySection { log_every, tensors_every, exponents_every, .. } = self.telemetry;
         for (key, every) in

@@ -2,7 +2,7 @@
 
 use crate::cli::model::ModelArgs;
 use crate::cli::run_lookup::output_file;
-use crate::data::{Prompt, PromptRow};
+use crate::data::{Prompt, PromptRow, counted};
 use crate::engine::model::KvCache;
 use crate::inference::ModelView;
 use crate::inference::chat::Chat;
@@ -162,8 +162,8 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let seconds = began.elapsed().as_secs_f64();
     drop(reporter);
     let rate = tokens as f64 / seconds.max(1e-9);
-    writeln!(out, "{}: {} texts, {tokens} tokens, {rate:.1} tokens/s", path.display(), rows.len())
-        .map_err(Error::stdout)
+    let (texts, tokens) = (counted(rows.len(), "text"), counted(tokens, "token"));
+    writeln!(out, "{}: {texts}, {tokens}, {rate:.1} tokens/s", path.display()).map_err(Error::stdout)
 }
 
 fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
@@ -222,6 +222,7 @@ fn report(reason: StopReason, count: usize, context: usize, began: Instant) {
     };
     if reason == StopReason::ContextFull || stderr().is_terminal() {
         let rate = count as f64 / seconds.max(1e-9);
-        writeln!(stderr(), "stopped after {count} tokens: {why} ({rate:.1} tokens/s)").ok();
+        let tokens = counted(count, "token");
+        writeln!(stderr(), "stopped after {tokens}: {why} ({rate:.1} tokens/s)").ok();
     }
 }

@@ -1,6 +1,7 @@
 //! `finetune mismatch`: measures the difference between training and generation in each type.
 
 use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
+use crate::data::counted;
 use crate::engine::model::differing_choices;
 use crate::inference::ModelView;
 use crate::inference::generate::prompt_ids;
@@ -114,9 +115,10 @@ fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> Str
         let shares = shares.join(", ");
         page.push(Line::new().plain(format!("Choices of experts that differ from FP32's: {shares}")));
     }
+    let sequences = counted(sequences, "sequence");
     page.text()
         + &format!(
-            "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
+            "\n{sequences} of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
          token,\nthrough generation with its KV cache. KL is computed over the whole distributions, in nats per token. A step of\n\
          reinforcement learning weighs what it learns from a token by the ratio: in exact arithmetic it is 1."
         )

@@ -5,6 +5,7 @@ use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{file_of_run, output_file, run_folder};
 use crate::cli::train::thread_pool;
+use crate::data::counted;
 use crate::digest::read_at_most;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::Isa;
@@ -274,9 +275,11 @@ fn verify_configuration(args: &VerifyArgs, out: &mut dyn Write) -> Result<ExitCo
     drop(reporter);
     let (tensors, elements, skipped) = (proof.tensors, proof.elements, proof.skipped);
     let what = format!(
-        "{steps} steps against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler and the counters \
-         ({skipped} steps overflowed)",
-        steps - at
+        "{} against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler and the counters \
+         ({} overflowed)",
+        counted(steps, "step"),
+        steps - at,
+        counted(skipped, "step")
     );
     report(&proof.differences, &what, out)
 }

@@ -4,6 +4,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::data::counted;
 pub(crate) use crate::telemetry::RunMetrics;
 use crate::telemetry::{Curves, FinishReason, RunState, Started};
 use crate::{Error, Result};
@@ -64,8 +65,7 @@ impl RunSummary {
         };
         match self.unreadable {
             0 => end,
-            1 => end + ", 1 line unreadable",
-            lines => format!("{end}, {lines} lines unreadable"),
+            lines => format!("{end}, {} unreadable", counted(lines, "line")),
         }
     }
 

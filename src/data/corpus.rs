@@ -371,7 +371,7 @@ mod tests {
         let error = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) }
             .load(&source, None, &tokenizer)
             .unwrap_err();
-        assert!(error.to_string().contains("2 samples have no tokens"), "{error}");
+        assert!(error.to_string().contains("has 2 samples without tokens"), "{error}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::chat_format::ChatFormat;
 use super::sequence_index::{DatasetStats, PairStats, SequenceIndex};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 
 /// The maximum number of bytes of a sample in the preview; the middle of a longer sample is left out.
 const SHOWN: usize = 2400;
@@ -111,8 +111,8 @@ impl DatasetPreview {
 }
 
 /// A count with its noun: `1 sample`, `2 samples`.
-pub(crate) fn counted(count: u64, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+pub(crate) fn counted<N: Copy + From<u8> + PartialEq + Display>(count: N, what: &str) -> String {
+    format!("{count} {what}{}", if count == N::from(1) { "" } else { "s" })
 }
 
 /// The part of `text` in the preview; the text begins at byte `at` of `total`.

@@ -5,6 +5,7 @@
 
 use super::cache::TokenWriter;
 use super::chunk::{ChunkEnd, LossMask, TextChunk};
+use super::preview::counted;
 use super::row::{DatasetOptions, RowReader};
 use super::samples::SampleKind;
 use super::source::{Document, LoadEvent};
@@ -74,7 +75,8 @@ pub(super) fn tokenize(
     let origin = documents.first().map_or("data", |document| &document.origin);
     let missing = job.writer.missing_documents();
     if missing > 0 {
-        let message = format!("{missing} samples have no tokens; remove empty texts, or use another tokenizer");
+        let missing = counted(missing, "sample");
+        let message = format!("has {missing} without tokens; remove empty texts, or use another tokenizer");
         return Err(Error::data(origin, message));
     }
     if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {

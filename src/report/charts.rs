@@ -1,5 +1,6 @@
 //! The charts of a run's page.
 
+use crate::data::counted;
 use crate::telemetry::{Bucket, Curve, PLOTTED, Plotted, RunState, SMOOTHING, smoothing_for};
 use crate::ui::html::{SvgAxes, escape, power_label};
 use crate::ui::{extent, format};
@@ -80,7 +81,7 @@ fn scale(run: &RunState) -> Option<String> {
     let axes = SvgAxes { x: x_of(run), y: (low.floor() - 0.5, high.ceil() + 0.5) };
     let mut body = String::new();
     axes.stairs(&mut body, "plain", &run.curves.scale, &run.curves.skips, axes.x.1);
-    let words = format!("{} overflows, each marked with a cross", run.figures().overflows);
+    let words = format!("{}, each marked with a cross", counted(run.figures().overflows, "overflow"));
     let legend = legend(&[("<path class=\"mark\" d=\"M11 2l10 10m0 -10l-10 10\"/>", "overflow")]);
     Some(axes.picture("scale", "Loss scale, log2, by step", &words, &body, |y| power_label(2, y)) + &legend)
 }

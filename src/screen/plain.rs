@@ -5,6 +5,7 @@
 
 use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::{announcement, objective};
+use crate::data::counted;
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
 use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, share, short, steps};
@@ -153,22 +154,19 @@ fn environment(started: &Started) -> String {
         "off".into()
     };
     let shape = &started.shape;
+    let [threads, layers, heads] = [(started.cpu.threads, "thread"), (shape.n_layer, "layer"), (shape.n_head, "head")]
+        .map(|(count, what)| counted(count, what));
+    let steps = counted(started.total_steps, "step");
     let mut facts = vec![
         ("program", started.program.clone()),
         ("run", started.run.clone()),
-        ("host", format!("{}, {} threads, {}", started.cpu.name, started.cpu.threads, started.cpu.isa)),
+        ("host", format!("{}, {threads}, {}", started.cpu.name, started.cpu.isa)),
         ("device", started.device.clone()),
         (
             "model",
             format!(
-                "{}: {} layers, {} heads, width {}, context {}, vocabulary {}, {} parameters",
-                started.model,
-                shape.n_layer,
-                shape.n_head,
-                shape.n_embd,
-                shape.n_positions,
-                shape.vocab_size,
-                started.parameters
+                "{}: {layers}, {heads}, width {}, context {}, vocabulary {}, {} parameters",
+                started.model, shape.n_embd, shape.n_positions, shape.vocab_size, started.parameters
             ),
         ),
         ("precision", started.policy.clone()),
@@ -179,8 +177,8 @@ fn environment(started: &Started) -> String {
         (
             "length",
             format!(
-                "{} steps of up to {} tokens, {} tokens per epoch, {:.2} epochs",
-                started.total_steps, started.tokens_per_step, started.tokens_per_epoch, started.epochs
+                "{steps} of up to {} tokens, {} tokens per epoch, {:.2} epochs",
+                started.tokens_per_step, started.tokens_per_epoch, started.epochs
             ),
         ),
         ("seed", started.seed.to_string()),

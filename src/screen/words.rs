@@ -1,5 +1,6 @@
 //! The text of every event: the line of plain output, a shorter one above the status line, and the dashboard's row.
 
+use crate::data::counted;
 use crate::precision::PrecisionUnit;
 use crate::telemetry::{
     CheckpointSaved, DtypeChange, Event, EventRow, FinishReason, Finished, FirstNonFinite, GradMax, ObjectiveMetrics,
@@ -18,7 +19,7 @@ pub(super) fn announcement(event: &Event) -> Option<String> {
 pub(super) fn brief(event: &Event) -> Option<String> {
     let Event::Overflow(overflow) = event else { return announcement(event) };
     let place = overflow.first_nonfinite.as_ref().map_or_else(
-        || format!("in {} tensors", overflow.tensors.len()),
+        || format!("in {}", counted(overflow.tensors.len(), "tensor")),
         |origin| format!("in {}'s {} pass", origin.layer, origin.pass),
     );
     Some(format!("overflow step={} scale={} {place}", overflow.step, scale_change(overflow.scale)))

@@ -397,7 +397,7 @@ impl Downloader for Hub<'_> {
         let not_cached = |reason| HubError::NotCached(reason).explain(&self.settings, &repo, LISTING);
         let commit = cache.commit(revision).map_err(not_cached)?;
         let files = files_below(&cache.snapshot(&commit))?;
-        let count = counted(files.len() as u64, "file");
+        let count = counted(files.len(), "file");
         self.notice(format!(
             "{}: {why_cached}; using the {count} in the cache, but the data set may have more",
             repo.id

@@ -1,5 +1,6 @@
 //! The memory that training's buffers take, summed from the types that allocate them.
 
+use crate::data::counted;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::AttentionShape;
 use crate::engine::model::{
@@ -310,9 +311,9 @@ impl MemoryLimit<'_> {
             (true, Some(_)) => String::new(),
         };
         let [needed, available] = [needed, self.available].map(telemetry::bytes);
-        let (batch, tokens) = (train.batch_size, train.seq_len);
+        let (batch, tokens) = (counted(train.batch_size, "sequence"), train.seq_len);
         let message = format!(
-            "{batch} sequences of {tokens} tokens need {needed}, but only {available} are available; {advice}{more}"
+            "a batch of {batch} of {tokens} tokens needs {needed}, but only {available} are available; {advice}{more}"
         );
         Err(Error::config("train.batch_size", message))
     }

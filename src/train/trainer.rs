@@ -14,7 +14,7 @@ use processes::{LeaderMessage, ThroughputMeter};
 pub use processes::{RunStart, with_heartbeat};
 use rollouts::RolloutLog;
 
-use crate::data::{Batch, BatchLoader, DataPosition, EvalLoader, SequenceIndex, Tokenizer};
+use crate::data::{Batch, BatchLoader, DataPosition, EvalLoader, SequenceIndex, Tokenizer, counted};
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
@@ -375,8 +375,8 @@ impl Trainer {
         let evaluated = self.eval.is_empty() || self.progress.validation.is_some_and(|last| last.step == step);
         (evaluated && step == total_steps).then(|| {
             format!(
-                "nothing is left to do: the run has completed all {step} steps; continue it with `{flag}` and a number \
-             above {now}"
+                "nothing is left to do: the run has completed its {}; continue it with `{flag}` and a number above {now}",
+                counted(step, "step")
             )
         })
     }

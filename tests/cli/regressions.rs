@@ -211,11 +211,11 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
     let line = training("r", "--data text.txt --steps 2 --init-scale 1e30");
     let (code, _, complaint) = fixture.output(&line);
     assert_eq!(code, Some(3), "{complaint}");
-    assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale 2^"), "{complaint}");
+    assert!(complaint.contains("its 2 steps overflowed") && complaint.contains("--init-scale 2^"), "{complaint}");
     assert_eq!(fixture.steps("r").last().unwrap().tokens, 2 * 2 * 8, "tokens of skipped steps count");
     // Regression: resuming it ended with the code of success.
     let (code, _, again) = fixture.output("--resume r --plain");
-    assert!(code == Some(3) && again.contains("nothing is left to do") && again.contains("all 2 steps"), "{again}");
+    assert!(code == Some(3) && again.contains("nothing is left to do") && again.contains("its 2 steps"), "{again}");
     // The scale that it names works.
     let scale = complaint.split("--init-scale ").nth(1).unwrap().split('`').next().unwrap();
     fixture.said(&line.replace("1e30", scale).replace("--run r", "--run again"));
@@ -267,7 +267,7 @@ fn w7_a_finished_run_says_so_and_a_run_finds_its_data_from_another_folder() {
     let (code, _, said) = fixture.output("--resume r --plain");
     assert_eq!(code, Some(0), "{said}");
     assert!(
-        said.contains("the run has completed all 2 steps; continue it with `--steps` and a number above 2"),
+        said.contains("the run has completed its 2 steps; continue it with `--steps` and a number above 2"),
         "{said}"
     );
     assert_eq!(evaluations(), before);

@@ -568,7 +568,7 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     terminal.finetune(&format!("{run} --plain > lines; echo do\"ne\""));
     terminal.wait_for("done\n");
     terminal.finetune("--resume t");
-    terminal.wait_for("nothing is left to do: the run has completed all 40 steps");
+    terminal.wait_for("nothing is left to do: the run has completed its 40 steps");
     terminal.finetune("--resume t/step-000020 --plain | tail -1");
     terminal.wait_for("finished reason=done step=40");
     terminal.finetune("watch t");

@@ -2,6 +2,7 @@
 
 use super::app::App;
 use super::keys::{Action, KEYS};
+use crate::data::counted;
 use crate::screen::renderer::Exit;
 use crate::screen::terminal::keys::{action, is_plain};
 use crate::telemetry::{Command, Finished, Phase};
@@ -63,7 +64,8 @@ impl App {
             (Some(Dialog::Discard), _) => {
                 let run = &self.scene.live;
                 let saved = run.saved.as_ref().map_or(0, |(saved, _)| saved.step);
-                let lost = format!("{} steps since the last save are lost", run.step.step.saturating_sub(saved));
+                let steps = counted(run.step.step.saturating_sub(saved), "step");
+                let lost = format!("discards {steps} since the last save");
                 let answers = [("y", "stop without saving"), ("Esc", "back")];
                 draw_question(canvas, ("Discard?", Role::Overflow), Some(&lost), &answers);
             }

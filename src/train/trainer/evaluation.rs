@@ -2,7 +2,7 @@
 //! training gave a usable model.
 
 use super::{LeaderMessage, Trainer, batches_in_step};
-use crate::data::Batch;
+use crate::data::{Batch, counted};
 use crate::precision::{Dtype, scale_text};
 use crate::store::checkpoint::Best;
 use crate::telemetry::{Activity, Event, PhaseProgress, SampleText, Validation};
@@ -75,7 +75,8 @@ impl Trainer {
                 None => "use a lower initial loss scale, or more steps".to_owned(),
             },
         };
-        let message = format!("all {step} steps overflowed and were skipped, so the model did not change; {advice}");
+        let steps = counted(step, "step");
+        let message = format!("the model did not change, because its {steps} overflowed; {advice}");
         Err(Error::Diverged { step, message })
     }
 

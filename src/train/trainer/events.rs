@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::Error;
-use crate::data::DataPosition;
+use crate::data::{DataPosition, counted};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::model::{ModuleId, ModuleOp, ParamSpec};
 use crate::engine::optim::AdamWConfig;
@@ -133,7 +133,8 @@ impl Trainer {
         });
         let cause = if last.loss.is_finite() {
             let first = self.first_overflowed_gradient(last);
-            format!("the loss is finite, but `{first}` overflows, {} tensors in total{origin}", last.tensors.len())
+            let tensors = counted(last.tensors.len(), "tensor");
+            format!("the loss is finite, but `{first}` overflows, {tensors} in total{origin}")
         } else {
             self.advice_for_trained_weights(&origin)
         };

@@ -33,6 +33,8 @@ const EXPLAINED: u64 = 5000;
 /// Rows moved by a page key, and by one notch of the mouse's wheel.
 const PAGE: isize = 10;
 const NOTCH: isize = 3;
+/// The notice of a probe; a paused run continues first.
+const PROBING: &str = "probing in the next step";
 
 /// A tab: it has its state, handles its keys and clicks, and draws itself.
 pub(super) trait Tab {
@@ -158,7 +160,7 @@ impl App {
             Event::CheckpointSaved(_) => Some("saving"),
             Event::Eval(_) => Some("evaluating"),
             Event::Sample(_) => Some("sampling"),
-            Event::Fp32Probe(_) => Some("probing"),
+            Event::Fp32Probe(_) => Some(PROBING),
             Event::Paused { .. } => Some("pausing"),
             Event::Resumed { .. } => Some("resuming"),
             Event::Warning(_) if self.stopping.is_none() => self.notice,
@@ -211,7 +213,7 @@ impl App {
             Action::Save => return self.ask(Command::SaveNow, "saving"),
             Action::Evaluate => return self.ask(Command::EvalNow, "evaluating"),
             Action::Sample => return self.ask(Command::SampleNow, "sampling"),
-            Action::Probe => return self.ask(Command::ProbeNow, "probing"),
+            Action::Probe => return self.ask(Command::ProbeNow, PROBING),
             Action::Freeze => {
                 let live = &self.scene.live;
                 self.scene.frozen = self.scene.frozen.is_none().then(|| Box::new(live.clone()));

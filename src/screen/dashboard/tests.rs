@@ -392,9 +392,11 @@ fn keys_become_commands_and_answers_clear_their_notice() {
     let mut view = running();
     assert_eq!(press(&mut view, "segp"), [Command::SaveNow, Command::EvalNow, Command::SampleNow, Command::ProbeNow]);
     let failure = Diagnostic { step: 1, message: "no checkpoint".into() };
-    for answer in [Event::CheckpointSaved(CheckpointSaved::default()), Event::Warning(failure)] {
-        press(&mut view, "s");
-        assert_eq!(view.notice, Some("saving"));
+    let saved = Event::CheckpointSaved(CheckpointSaved::default());
+    for (key, answer) in ["s", "s", "p"].iter().zip([saved, Event::Warning(failure), Event::Fp32Probe(Box::default())])
+    {
+        press(&mut view, key);
+        assert_eq!(view.notice, Some(if *key == "p" { "probing in the next step" } else { "saving" }));
         view.receive(record(answer));
         assert_eq!(view.notice, None);
     }

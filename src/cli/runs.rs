@@ -1,20 +1,21 @@
 //! `finetune runs`: lists and deletes runs.
 
 use crate::cli::flags::ConfigArgs;
+use crate::cli::lab::terminal_width;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, command_for, did_you_mean, is_run, name_of};
 use crate::data::counted;
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list};
 use crate::telemetry::{Event, Record, Started, last_records};
-use crate::ui::format::{self, base_name, bytes, decimals, steps};
+use crate::ui::format::{base_name, bytes, columns, decimals, padded, steps};
 use crate::untrusted::{self, sanitize_line};
 use crate::{Error, Result};
 use chrono::DateTime;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde_json::json;
-use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Write, stdin};
+use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
 
 #[derive(Args, Debug)]
@@ -51,6 +52,8 @@ enum RunsCommand {
 
 /// Bytes at the end of a log that are searched for its last record.
 pub(super) const LOG_END: u64 = 256 << 10;
+/// Columns of a run's name that a narrow terminal shows too.
+const MIN_NAME: usize = 12;
 
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
@@ -80,10 +83,14 @@ fn listing(folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<()> {
     let mut rows =
         vec![["run", "last written (UTC)", "model", "steps", "best loss", "size", "state"].map(str::to_owned)];
     rows.extend(runs.iter().map(Summary::cells));
-    let width = |column: usize| rows.iter().map(|row| format::columns(&row[column])).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let width = |column: usize| rows.iter().map(|row| columns(&row[column])).max().unwrap_or(0);
+    let mut widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    if stdout().is_terminal() {
+        let others: usize = widths[1..].iter().map(|width| width + 2).sum();
+        widths[0] = widths[0].min(terminal_width().saturating_sub(others).max(MIN_NAME));
+    }
     for row in &rows {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format::padded(cell, *width));
+        let cells = row.iter().zip(&widths).map(|(cell, width)| padded(cell, *width));
         let row = cells.collect::<Vec<_>>().join("  ");
         writeln!(out, "{}", row.trim_end()).map_err(Error::stdout)?;
     }
@@ -191,7 +198,7 @@ fn find(folder: &Path, name: &Path) -> Result<PathBuf> {
 fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
-    let checkpoints = counted(list(path)?.len() as u64, "checkpoint");
+    let checkpoints = counted(list(path)?.len(), "checkpoint");
     let what = if path.is_symlink() {
         format!("the link `{}`, but not the run that it points to", name_of(path))
     } else {

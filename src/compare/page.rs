@@ -40,7 +40,7 @@ impl Comparison {
                 let which = if group.runs.len() == 1 {
                     String::new()
                 } else {
-                    let name = format::padded(&format::truncated(&run.name, names), names);
+                    let name = format::padded(&run.name, names);
                     format!("{:<4}{name}   ", group.run_label(j))
                 };
                 page.push(Line::new().plain(format!("   {which}{figures}")).with(role, format!("   {}", run.end())));

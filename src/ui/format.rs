@@ -164,9 +164,10 @@ pub(crate) fn columns(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// A text with blanks after it, to fill this number of columns.
+/// A text, [`truncated`] or with blanks after it, to fill this number of columns.
 pub(crate) fn padded(text: &str, width: usize) -> String {
-    format!("{text}{}", " ".repeat(width.saturating_sub(columns(text))))
+    let text = truncated(text, width);
+    format!("{text}{}", " ".repeat(width.saturating_sub(columns(&text))))
 }
 
 /// Makes a text [`printable`], and truncates it to this number of columns, with an ellipsis.
@@ -251,7 +252,7 @@ mod tests {
     #[test]
     fn wide_characters_take_two_columns() {
         assert_eq!([columns("ab"), columns("名前"), columns("🎉é")], [2, 4, 3]);
-        assert_eq!([padded("名", 4), padded("abc", 2)], ["名  ", "abc"]);
+        assert_eq!([padded("名", 4), padded("abc", 2)], ["名  ", "a…"]);
         let widths = [0, 1, 3, 4, 5, 7, 8];
         assert_eq!(
             widths.map(|width| truncated("名前ab名", width)),

@@ -583,6 +583,11 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     std::fs::rename(runs.join("t"), runs.join("\u{1b}[31mred")).unwrap();
     terminal.finetune("report");
     terminal.wait_for("wrote checkpoints/\\u001b[31mred/report.html");
+    // Regression: a long name made the table wider than the terminal.
+    std::fs::rename(runs.join("\u{1b}[31mred"), runs.join("long".repeat(40))).unwrap();
+    terminal.finetune("runs");
+    let is_row = |line: &str| line.starts_with("longlong") && line.contains("…  2") && line.ends_with("  done");
+    terminal.wait_until("the run on one line", |screen| screen.lines().any(is_row));
 }
 
 /// Item 15 of daily use: mouse support, and the flag that leaves the mouse to the terminal.

@@ -35,8 +35,8 @@ pub struct Dataset {
     pub train: TokenSource,
     /// Validation tokens; no token is in both.
     pub validation: TokenSource,
-    /// Average bytes of text per validation token; converts nats per token to bits per byte. For a held-out tail it is exact if
-    /// tokens are bytes, as in byte-level BPE; otherwise it is the average of the whole text.
+    /// Average bytes of text per predicted validation token; converts nats per token to bits per byte. It is exact if tokens are
+    /// bytes, as in byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
     /// The rows of the training data and of the validation data as JSON, each before the split and only if
     /// [`DatasetOptions::keeps_rows`]; a sequence has the number of its row.
@@ -111,15 +111,15 @@ impl DatasetBuilder<'_> {
     ) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
         let mut keys = corpus.key;
-        let (train, validation, validation_bytes_per_token, rows) = if let Some(validation) = validation {
+        let (train, validation, average, rows) = if let Some(validation) = validation {
             let validation = self.corpus(validation, tokenizer)?;
             keys += &validation.key;
             (corpus.tokens, validation.tokens, validation.bytes_per_token, [corpus.rows, validation.rows])
         } else {
             let (train, tail) = corpus.tokens.hold_out(self.held_out);
-            let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(corpus.bytes_per_token);
-            (train, tail, bytes, [corpus.rows.clone(), corpus.rows])
+            (train, tail, corpus.bytes_per_token, [corpus.rows.clone(), corpus.rows])
         };
+        let validation_bytes_per_token = bytes_per_predicted(&validation, tokenizer).unwrap_or(average);
         let entropy_per_token =
             (*source == DataSource::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
         Ok(Dataset {
@@ -132,10 +132,11 @@ impl DatasetBuilder<'_> {
         })
     }
 
-    /// All tokens of `source`, and the average bytes of text per token in the loss.
+    /// All tokens of `source`, and their bytes of text as [`Dataset::validation_bytes_per_token`].
     pub fn load_unsplit(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
-        let corpus = self.corpus(source, tokenizer)?;
-        Ok((corpus.tokens, corpus.bytes_per_token))
+        let Corpus { tokens, bytes_per_token, .. } = self.corpus(source, tokenizer)?;
+        let bytes_per_token = bytes_per_predicted(&tokens, tokenizer).unwrap_or(bytes_per_token);
+        Ok((tokens, bytes_per_token))
     }
 
     /// The conversations of `source`, each split into prompt and last answer; skips conversations that do not end with
@@ -328,6 +329,11 @@ mod tests {
         assert_eq!(set.validation_bytes_per_token, 4.0);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
+        // Also those of a whole text, whose first token is the short one here.
+        let source = written(&folder, "whole.txt", &("x".to_owned() + &" the".repeat(9)));
+        let mut loader = DatasetBuilder::new(folder.path());
+        assert_eq!(loader.load_unsplit(&source, &tokenizer).unwrap().1, 4.0);
+        assert_eq!(loader.load(&source, Some(&source), &tokenizer).unwrap().validation_bytes_per_token, 4.0);
     }
 
     /// Llama 2's tokenizer writes a space before every text, but none between a prompt and its completion, nor between the

@@ -209,6 +209,7 @@ impl ChatResponder<'_> {
     /// Generates the answer and prints it as it is generated.
     fn answer(&mut self, chat: &Chat) -> Result<String> {
         let Self { args, trained, model, weights, cache, sampling, stopped, out } = self;
+        let mut reporter = Some(Reporter::of("reading the conversation"));
         // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.asking(&chat.history, None)?)?;
         let context = trained.spec.max_position_embeddings;
@@ -233,7 +234,6 @@ impl ChatResponder<'_> {
             answer.push_str(piece);
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout)
         };
-        let mut reporter = Some(Reporter::of("reading the conversation"));
         let receive = |id| {
             drop(reporter.take());
             if stopped.load(Ordering::SeqCst) || chat.plain && answer.contains(LINE_END) {

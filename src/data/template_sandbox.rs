@@ -19,7 +19,6 @@ pub const ARGUMENT: &str = "__chat-template";
 const MAX_SECONDS: u64 = 5;
 /// Limit on a line between the processes, in bytes.
 const MAX_LINE: u64 = 1 << 30;
-const USE_ANOTHER: &str = "use another template with `--chat-template`";
 
 /// The first line to the worker.
 #[derive(Debug, Serialize, Deserialize)]
@@ -104,18 +103,16 @@ impl TemplateSandbox {
             (&mut process.answers).take(MAX_LINE).read_until(b'\n', &mut line)?;
             Ok(serde_json::from_slice::<Response>(&line)?)
         });
+        let exceeds =
+            |limit: &str| self.wrong(&format!("takes more than {limit}; use another template with `--chat-template`"));
         match answer {
             Ok(answer) => {
                 *worker = Some(process);
                 Ok(answer.map_err(|message| Error::model(&self.setup.origin, message)))
             }
             Err(_) => Err(match subprocess::exit_cause(&mut process.child) {
-                ExitCause::OutOfMemory => self.wrong(&format!(
-                    "takes more than 2 GiB of memory for a conversation, or calls itself too often; {USE_ANOTHER}"
-                )),
-                ExitCause::OutOfTime => self.wrong(&format!(
-                    "takes more than {MAX_SECONDS} s of processor time for a conversation; {USE_ANOTHER}"
-                )),
+                ExitCause::OutOfMemory => exceeds("2 GiB of memory for a conversation, or calls itself too often"),
+                ExitCause::OutOfTime => exceeds(&format!("{MAX_SECONDS} s of processor time for a conversation")),
                 ExitCause::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
             }),
         }

@@ -320,6 +320,7 @@ pub fn datasets(
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
 ) -> Result<Vec<(Dataset, f64)>> {
+    report(SetupEvent::Phase("reading the chat template".into()));
     let options = dataset_options(config, chat, tokenizer);
     let of_val = |error| match error {
         Error::Config { message, .. } => Error::config("--val", message),

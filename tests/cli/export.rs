@@ -368,6 +368,18 @@ fn every_family_comes_back_from_a_gguf_file() {
     }
 }
 
+/// transformers refuses a Llama of this width, which its four heads do not divide.
+#[test]
+fn a_llama_of_uneven_width_comes_back_from_a_gguf_file_as_a_mistral() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = [("hidden_size", 26.into()), ("sliding_window", serde_json::Value::Null)];
+    let trained = wavy_model("families/mistral", folder.path(), &keys);
+    let out = folder.path().join("x.gguf");
+    exported(&trained, Dtype::F32, &out);
+    let again = TrainedModel::open(&out, None).unwrap().spec;
+    assert_eq!((again.family, again.sliding), (trained.spec.family, None));
+}
+
 /// Experts in MXFP4 are read from a folder and from a GGUF file with the numbers that transformers and the package `gguf` give them.
 #[test]
 fn experts_in_mxfp4_are_read_as_transformers_reads_them() {

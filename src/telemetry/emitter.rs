@@ -79,7 +79,12 @@ impl Emitter {
                 false
             }
         });
+        let is_save = matches!(record.event, Event::CheckpointSaved(_));
         self.write(record, step);
+        if let Some(log) = self.log.take_if(|log| is_save && log.is_detached()) {
+            failed.push(format!("`{}` was deleted or replaced; a new one has the later events", log.path().display()));
+            self.log = EventLog::open(log.path()).map_err(|error| failed.push(error.to_string())).ok();
+        }
         for message in failed {
             self.emit(Event::Warning(Diagnostic { step, message }));
         }
@@ -131,6 +136,7 @@ impl Emitter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::CheckpointSaved;
 
     #[test]
     fn a_screen_that_does_not_read_never_blocks_training_and_is_told_how_much_it_missed() {
@@ -161,6 +167,15 @@ mod tests {
         let logged = super::super::read(&path).unwrap();
         let shown: Vec<Record> = screen.try_iter().collect();
         assert_eq!(shown, logged);
+        // One that was deleted is reported by the next checkpoint, and begun again.
+        std::fs::remove_file(&path).unwrap();
+        for _ in 0..2 {
+            emitter.emit(Event::CheckpointSaved(CheckpointSaved::default()));
+        }
+        let [record, saved] = &super::super::read(&path).unwrap()[..] else { panic!("not two events") };
+        let Event::Warning(Diagnostic { message, .. }) = &record.event else { panic!("{record:?}") };
+        assert!(message.contains("was deleted or replaced"), "{message}");
+        assert!(matches!(saved.event, Event::CheckpointSaved(_)));
         let warnings: Vec<_> = logged
             .iter()
             .filter_map(|record| match &record.event {

@@ -73,6 +73,14 @@ impl EventLog {
         self.write_pending().map_err(Error::io("write an event to", &self.path))
     }
 
+    /// Whether the log's path leads to another file now, or to none.
+    pub fn is_detached(&self) -> bool {
+        match (self.file.metadata(), self.path.metadata()) {
+            (Ok(open), Ok(named)) => !untrusted::same_file(&open, &named),
+            (_, named) => named.is_err_and(|error| error.kind() == ErrorKind::NotFound),
+        }
+    }
+
     /// Swaps the log's file, so that a test can make writes fail.
     #[cfg(test)]
     pub(super) fn write_to(&mut self, file: File) -> File {

@@ -6,7 +6,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, command_for, did_you_mean, is_run, name_of};
 use crate::data::counted;
 use crate::doctor::size_of_folder;
-use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list};
+use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list, noted_end};
 use crate::telemetry::{Event, Record, Started, last_records};
 use crate::ui::format::{base_name, bytes, columns, decimals, padded, steps};
 use crate::untrusted::{self, sanitize_line};
@@ -136,7 +136,7 @@ impl Summary {
             _ if is_in_use(path) || process.is_some_and(|process| process.is_alive() == Some(true)) => {
                 "training".to_owned()
             }
-            _ => "killed or crashed".to_owned(),
+            _ => noted_end(path).unwrap_or_else(|| "killed or crashed".to_owned()),
         };
         Self {
             run: name_of(path),

@@ -33,6 +33,6 @@ pub use find::{
 pub use manifest::{CheckpointKind, Manifest};
 pub use proof::{check_proofs, differing_parts, logged_checkpoints, prove};
 pub use read::{Checkpoint, CorruptFile, verify};
-pub use run::{Run, SaveResult, is_in_use};
+pub use run::{Run, SaveResult, is_in_use, noted_end};
 pub use save::{Contents, ShardedTensors, StateTensor, stored_bytes};
 pub use state::{Base, Best, FORMAT_VERSION, Fingerprint, State};

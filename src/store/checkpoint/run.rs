@@ -95,6 +95,12 @@ impl Run {
         &self.path
     }
 
+    /// Notes how training ended in the lock file, whose block has room for it on a full disk, unlike the log.
+    pub fn note_end(&self, end: impl std::fmt::Display) {
+        // There is no other place for an error.
+        let _ = writeln!(&self.lock, "{end}");
+    }
+
     /// Writes the run's configuration atomically.
     pub fn write_config(&self, text: &str) -> Result<()> {
         self.replace(CONFIG, text)
@@ -264,8 +270,16 @@ fn write_lock_info(file: &mut File, sequence: u64) -> std::io::Result<()> {
     writeln!(file, "{} {sequence}", std::process::id())
 }
 
+fn lock_info(run: &Path) -> Option<String> {
+    untrusted::open(&run.join(LOCK)).and_then(|file| std::io::read_to_string(file.take(100))).ok()
+}
+
+/// The end of training that [`Run::note_end`] has noted since a run was last opened.
+pub fn noted_end(run: &Path) -> Option<String> {
+    lock_info(run)?.lines().nth(1).map(str::to_owned)
+}
+
 /// The sequence at which a run was last opened.
 pub(super) fn opened_at(run: &Path) -> Option<u64> {
-    let note = untrusted::open(&run.join(LOCK)).and_then(|file| std::io::read_to_string(file.take(100))).ok()?;
-    note.split_whitespace().nth(1)?.parse().ok().filter(|sequence| *sequence <= MAX_SEQUENCE)
+    lock_info(run)?.split_whitespace().nth(1)?.parse().ok().filter(|sequence| *sequence <= MAX_SEQUENCE)
 }

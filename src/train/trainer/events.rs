@@ -285,6 +285,7 @@ impl Trainer {
     }
 
     pub(super) fn finish(&mut self, reason: FinishReason, began: Instant) {
+        self.run.iter().for_each(|run| run.note_end(reason));
         let counters = self.engine.state.counters;
         self.emitter.emit(Event::Finished(Finished {
             reason,

@@ -208,12 +208,18 @@ impl Tokenizer {
     }
 
     /// Like [`Self::encode`], for a `text` that continues another one: without the space that some tokenizers, such as
-    /// Llama 2's, add before a text.
+    /// Llama 2's, add before a text. They also add one after each added token.
     pub(super) fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
-            TokenizerKind::HuggingFace { unprefixed: Some(unprefixed), .. } => contained(|| {
+            TokenizerKind::HuggingFace { inner, unprefixed: Some(unprefixed), .. } => contained(|| {
                 let unprefixed = unprefixed.get_or_init(|| parse_unprefixed(&self.json)).as_ref();
-                encode(unprefixed.map_err(|problem| Error::data("tokenizer", problem))?, text)
+                let mut ids = encode(unprefixed.map_err(|problem| Error::data("tokenizer", problem))?, text)?;
+                let is_added = |id: &u32| inner.get_added_vocabulary().simple_id_to_token(*id).is_some();
+                if let Some(at) = ids.iter().position(is_added) {
+                    ids.truncate(at);
+                    ids.extend(encode(inner, text)?.into_iter().skip_while(|id| !is_added(id)));
+                }
+                Ok(ids)
             }),
             _ => self.encode(text),
         }
@@ -318,13 +324,13 @@ impl Tokenizer {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether a text that
-    /// continues another one gets no space: equal fingerprints mean equal ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether the start of a text
+    /// that continues another one gets no space: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         let eos = self.eos.filter(|_| self.eos != self.usual_eos());
         let token = |name, id: Option<u32>| id.map_or_else(String::new, |id| format!(" {name} {id}"));
         let unprefixed = matches!(self.kind, TokenizerKind::HuggingFace { unprefixed: Some(_), .. });
-        let prefix = if unprefixed { " unprefixed" } else { "" };
+        let prefix = if unprefixed { " unprefixed start" } else { "" };
         Digest::of(&self.json).sha256 + &token("bos", self.bos) + &token("eos", eos) + prefix
     }
 }
@@ -560,10 +566,11 @@ pub(crate) mod tests {
     fn a_text_that_continues_another_one_gets_no_space() {
         for tokenizer in prefixing() {
             assert_eq!(tokenizer.encode("ab a").unwrap(), [3, 2, 3]);
-            for (start, end) in [("a", "b a"), ("ab", " a"), ("", "ab a")] {
+            for (start, end) in [("a", "b a"), ("ab", " a"), ("a", "</s>b</s> a"), ("a", "b</s>ab"), ("", "ab a")] {
                 let mut ids = tokenizer.encode(start).unwrap();
                 ids.extend(tokenizer.encode_continuation(end).unwrap());
-                let whole = if start.is_empty() { [1, 2, 3] } else { [3, 2, 3] };
+                let whole =
+                    if start.is_empty() { vec![1, 2, 3] } else { tokenizer.encode(&(start.to_owned() + end)).unwrap() };
                 assert_eq!(ids, whole, "{start}|{end}");
             }
         }

@@ -90,12 +90,19 @@ impl Document {
 
     /// The error for a line that is not JSON, with advice for common mistakes such as a pretty-printed file.
     fn line_error(&self, line: u64, text: &[u8], error: &serde_json::Error) -> Error {
+        let at_fault = text.get(error.column().saturating_sub(1)..).unwrap_or_default();
         let advice = match text.trim_ascii() {
             [b'[', ..] => "; a JSON array is read with `--format json`",
             [b'{', .., b','] => "; remove the comma, or make the file an array and read it with `--format json`",
             [b'{', b'\'', ..] => "; JSON has double quotes, as Python's `json.dumps` writes them",
             [b'{'] => "; write one object per line, or an array of objects",
             _ if error_text(error) == "trailing characters" => "; write one object per line, each with a line feed",
+            _ if at_fault.starts_with(b"NaN") || at_fault.starts_with(b"Infinity") => {
+                "; JSON has no such number; write null"
+            }
+            _ if error_text(error).ends_with("hex escape") => {
+                "; remove this half of a pair of escapes, as of a cut emoji"
+            }
             _ => "",
         };
         // The parser sees one line at a time, so its own line number has no meaning.

@@ -168,7 +168,7 @@ fn nonsense_in_rows() {
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
-    let files: [(&str, String); 40] = [
+    let files: [(&str, String); 43] = [
         ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
         ("null.jsonl", "{\"text\": null}\n".into()),
         ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
@@ -177,6 +177,9 @@ fn nonsense_in_rows() {
         ("comma.jsonl", "{\"text\": \"a\"},\n{\"text\": \"b\"}\n".into()),
         ("python.jsonl", "{'text': 'a'}\n".into()),
         ("line-ends.jsonl", "{\"text\": \"a\"}\r{\"text\": \"b\"}\r".into()),
+        ("nan.jsonl", r#"{"text": "a", "score": NaN}"#.into()),
+        ("infinity.jsonl", r#"{"text": "a", "score": -Infinity}"#.into()),
+        ("half-emoji.jsonl", r#"{"text": "a\ud83d"}"#.into()),
         ("pretty.jsonl", "{\n  \"text\": \"a\"\n}\n".into()),
         ("comma.json", "[\n  {\"text\": \"a\"},\n]\n".into()),
         ("cut.json", "[{\"text\": \"a\"}, {\"te".into()),

@@ -126,12 +126,6 @@ fn lfm2s_layers_are_convolutions_unless_listed() {
     assert_eq!(width("block_ff_dim", json!(12_288)), 8192);
     assert_eq!(width("block_ff_dim", json!(10_240)), 6912);
     assert_eq!(width("block_auto_adjust_ff_dim", json!(false)), 12_288);
-    for (key, value) in
-        [("conv_bias", json!(true)), ("layer_types", json!(["mamba", "conv", "conv"])), ("head_dim", json!(64))]
-    {
-        let error = ModelSpec::from_json(config(key, value).to_string().as_bytes(), "x").unwrap_err().to_string();
-        assert!(error.contains(key), "{error}");
-    }
 }
 
 #[test]
@@ -150,35 +144,20 @@ fn qwen_3_5_has_attention_in_every_fourth_layer_unless_listed() {
     let spec = read(&config("rope_parameters", rope));
     assert_eq!((spec.rope, spec.rotary_dim), (Some(Rope::plain(1e7)), Some(128)));
     assert_eq!(read(&config("head_dim", json!(64))).rotary_dim, Some(16));
-    for (key, value) in [("linear_num_key_heads", json!(5)), ("attn_output_gate", json!(false))] {
-        let error = ModelSpec::from_json(config(key, value).to_string().as_bytes(), "x").unwrap_err().to_string();
-        assert!(error.contains(key), "{error}");
-    }
     let name = |tensor| qwen3_5::QWEN3_5.parameter(tensor);
     assert_eq!(name("model.language_model.layers.0.linear_attn.A_log"), Some("layers.0.linear_attn.A_log"));
     assert_eq!((name("model.visual.blocks.0.norm1.weight"), name("mtp.norm.weight")), (None, None));
 }
 
 #[test]
-fn granite_4_is_refused_by_what_is_not_built() {
+fn granite_4_has_a_separate_key_for_the_width_of_its_mlps() {
     let config = json!({"model_type": "granitemoehybrid", "num_local_experts": 0, "position_embedding_type": "rope",
         "layer_types": ["attention", "attention"], "num_hidden_layers": 2, "shared_intermediate_size": 512});
     assert_eq!(read(&config).intermediate_size, 512);
-    for (key, value) in [
-        ("num_local_experts", json!(4)),
-        ("layer_types", json!(["mamba", "attention"])),
-        ("layer_types", Value::Null),
-        ("position_embedding_type", json!("alibi")),
-    ] {
-        let mut config = config.clone();
-        config[key] = value;
-        let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
-        assert!(error.contains(key), "{error}");
-    }
 }
 
 #[test]
-fn mixtures_are_refused_by_what_is_not_built() {
+fn mixtures_have_their_experts_and_a_balance_on_request() {
     let small = |family: &str, key: &str, value: Value| {
         let mut config = json!({"model_type": family, "num_hidden_layers": 2, "num_experts_per_tok": 2});
         config[key] = value;
@@ -195,14 +174,6 @@ fn mixtures_are_refused_by_what_is_not_built() {
         let experts = spec.experts.unwrap();
         assert_eq!((experts.count, experts.router.top_k), (6, 2), "{family}");
         assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec, "{family}");
-        let refused = |key: &str, value: Value| {
-            let error = small(family, key, value).unwrap_err().to_string();
-            assert!(error.contains(&format!("`{key}`")), "{error}");
-        };
-        refused(count, json!(2000));
-        refused(count, json!(0));
-        refused("num_experts_per_tok", json!(2000));
-        refused("router_aux_loss_coef", json!(-1));
         let balanced = small(family, "output_router_logits", json!(true)).unwrap();
         assert_eq!((balanced.experts.unwrap().balance, experts.balance), (balance, 0.0), "{family}");
         assert_eq!(
@@ -210,32 +181,6 @@ fn mixtures_are_refused_by_what_is_not_built() {
             balanced,
             "{family}"
         );
-        if family == "qwen3_moe" {
-            refused("mlp_only_layers", json!([1]));
-            refused("decoder_sparse_step", json!(2));
-            refused("use_sliding_window", json!(true));
-        } else if family == "olmoe" {
-            refused("clip_qkv", json!(8.0));
-        } else if family == "gpt_oss" {
-            refused("swiglu_limit", json!(6.0));
-            refused("swiglu_alpha", json!(1.0));
-            refused("hidden_act", json!("gelu"));
-            refused("sliding_window", Value::Null);
-        }
-    }
-}
-
-#[test]
-fn families_that_the_engine_cannot_compute_are_refused_with_what_it_lacks() {
-    for (model_type, lacking) in [("gemma4_text", "shared keys"), ("qwen3_5_moe_text", "experts that all tokens share")]
-    {
-        let text = json!({"model_type": model_type, "num_hidden_layers": 2});
-        // Models of images and text have the text model's configuration in a part.
-        for config in [text.clone(), json!({"model_type": "qwen3_5", "text_config": text})] {
-            let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
-            let expected = format!("`model_type` is `{model_type}`, and the engine lacks its ");
-            assert!(error.contains(&expected) && error.contains(lacking), "{error}");
-        }
     }
 }
 
@@ -325,15 +270,6 @@ fn queries_of_ministral_3_grow_from_one_context_to_the_next() {
     let at = [0, 16_383, 16_384, 32_768].map(|position| scale.at(position));
     assert_eq!(at, [1.0, 1.0, 1.0 + 0.1 * 2.0f64.ln(), 1.0 + 0.1 * 3.0f64.ln()]);
     assert_eq!(ModelSpec::from_json(spec.to_json("bfloat16").as_bytes(), "x").unwrap(), spec);
-    let short = json!({"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1});
-    for (key, value, named) in [
-        ("sliding_window", json!(4096), "`sliding_window`"),
-        ("rope_parameters", short, "`original_max_position_embeddings` is missing"),
-    ] {
-        let config = json!({"model_type": "ministral3", key: value});
-        let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
-        assert!(error.contains(named), "{error}");
-    }
 }
 
 #[test]
@@ -356,9 +292,6 @@ fn a_given_size_of_a_head_may_be_any() {
         config["head_dim"] = head_dim.into();
         assert_eq!(read(&config).head_dim, head_dim);
     }
-    config["head_dim"] = Value::Null;
-    let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
-    assert!(error.contains("`num_attention_heads` = 3 does not divide `hidden_size` = 20"), "{error}");
 }
 
 #[test]

@@ -148,10 +148,6 @@ mod tests {
         for (name, place) in names {
             assert_eq!(name.parse(), Ok(place));
         }
-        for name in ["gpu", "cuda:", "cuda:-1", "cuda3", "metal:0", ""] {
-            let message = name.parse::<DeviceSpec>().unwrap_err();
-            assert!(message.starts_with(&format!("`{name}` is unknown")), "{message}");
-        }
     }
 
     #[test]

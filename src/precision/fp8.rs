@@ -170,9 +170,6 @@ mod tests {
         }
         let ranges: BlockRanges = "0, 2-3".parse().unwrap();
         assert_eq!([0, 1, 2, 3, 4].map(|block| ranges.contains(block)), [true, false, true, true, false]);
-        for wrong in ["", "h.1", "4-1", "1-", "1,,2"] {
-            assert!(wrong.parse::<BlockRanges>().unwrap_err().contains("such as `0,2-4`"), "{wrong}");
-        }
     }
 
     #[test]

@@ -47,6 +47,9 @@ fn invalid_configurations() {
     fixture.write("both.toml", "[train]\nepochs = 2.0\nsteps = 7\n");
     fixture.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
     fixture.write("not.toml", "steps: 8\n");
+    fixture.write("model-table.toml", "model = {}\n");
+    fixture.write("huge-steps.toml", "[train]\nsteps = 99999999999999999999\n");
+    fixture.write("negative-steps.toml", "[train]\nsteps = -9999999999999999999\n");
     fixture.write("long.toml", "# ".repeat(600_000));
     fixture.write("latin1.toml", b"model = \"caf\xE9\"\n");
     assert_refused(&fixture, "configuration");

@@ -395,25 +395,6 @@ mod tests {
         }
     }
 
-    /// Regression: the parameters of any number of layers were listed.
-    #[test]
-    fn the_number_of_layers_has_a_limit() {
-        let layers = |layers| Line::try_parse_from(["bench", "--layers", layers]).map(|line| line.bench.layers);
-        assert_eq!(layers("1000").unwrap(), Some(1000));
-        assert!(layers("1000000000").is_err() && layers("0").is_err());
-    }
-
-    #[test]
-    fn flags_that_do_not_fit_are_errors() {
-        for (flags, expected) in [
-            ("--dtype fp32,fp16 --profile", "--profile: "),
-            ("--seq-len 129", "--seq-len: 129 exceeds the context of 128"),
-        ] {
-            let message = bench(&format!("--model tiny {flags}")).unwrap_err().to_string();
-            assert!(message.starts_with(expected), "{message}");
-        }
-    }
-
     #[test]
     fn operations_are_counted_as_the_peer_counts_them() {
         let args = Line::parse_from(["bench", "--seq-len", "64", "--steps", "1"]).bench;

@@ -360,10 +360,6 @@ mod tests {
         );
         assert!(!refused(vec![0.0; 128], [1, 128]), "zeros are fine");
         let tensor = normal_tensor([1, 128], 0.0, 0);
-        for factor in [-1.0, 0.0, 1e-40, f32::INFINITY, f32::NAN] {
-            let blocks = BlockScaling::new(String::new(), tensor.clone(), [1, 128], factor, Scheme::Mxfp8);
-            assert!(blocks.is_err_and(|error| error.to_string().starts_with("--remembered")), "{factor}");
-        }
         // Regression: the error of a zero that is stored as zero was NaN.
         let blocks = BlockScaling::new(String::new(), tensor, [1, 128], 1.0, Scheme::Mxfp8).unwrap();
         assert!(!blocks.page(80).text().contains("NaN"), "{}", blocks.page(80).text());

@@ -657,8 +657,5 @@ mod tests {
             let count = model_named(name).unwrap().parameter_count() as f64;
             assert!((count / wanted - 1.0).abs() < 0.15, "{name}: {count}");
         }
-        for name in ["", "bert", "-1", "0", "inf", "1e99", "é"] {
-            assert!(model_named(name).unwrap_err().to_string().contains("not one of"), "{name}");
-        }
     }
 }

@@ -37,6 +37,11 @@ fn invalid_flags() {
 }
 
 #[test]
+fn invalid_numbers_in_the_laboratory_and_benchmarks() {
+    assert_refused(&CliFixture::empty(), "lab");
+}
+
+#[test]
 fn invalid_configurations() {
     let fixture = folder();
     fixture.write("unknown-key.toml", "[train]\nseqlen = 8\n");

@@ -315,13 +315,6 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser as _;
-
-    #[derive(clap::Parser, Debug)]
-    struct LabLine {
-        #[command(subcommand)]
-        _view: View,
-    }
 
     #[test]
     fn sizes_have_decimal_or_binary_units() {
@@ -329,26 +322,5 @@ mod tests {
         assert!(parse_bytes("1e9T").unwrap_err().contains("below 1000TB"));
         let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7", "2000000000000"].map(|size| parse_bytes(size).unwrap());
         assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7, 2_000_000_000_000]);
-    }
-
-    /// Regression: the error named `value` and `format`, which are no flags; large values overflowed, or were replaced without a
-    /// message.
-    #[test]
-    fn an_unusable_value_is_an_error_of_its_flag() {
-        for (typed, expected) in [
-            ("crises --scale one", "'one' for '--scale <SCALE>': cannot read `one`; write a number"),
-            ("scaling --format fp99", "'fp99' for '--format <FORMAT>': `fp99` is not one of `fp32`"),
-            ("ranges --from -2147483648", "-256..=256"),
-            ("ranges --to 2147483647", "-256..=256"),
-            ("scaling --scale 257", "-256..=256"),
-            ("scaling --count 18446744073709551615", "1..9007199254740992"),
-            ("softmax --length 0", "1..=1048576"),
-            ("crises --steps 1000001", "0..=1000000"),
-            ("sums --terms some", "[possible values: uniform, signed, tenths]"),
-            ("blocks --scheme some", "[possible values: fp8, delayed, rows, block128, mxfp8, nvfp4, int8]"),
-        ] {
-            let error = LabLine::try_parse_from(["lab"].into_iter().chain(typed.split(' '))).unwrap_err().to_string();
-            assert!(error.contains(expected), "{error}");
-        }
     }
 }

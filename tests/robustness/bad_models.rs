@@ -10,6 +10,7 @@ use finetune::engine::model::{ModelSpec, ParamSpec};
 use finetune::inference::export::{self, ExportFormat, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::Dtype;
+use finetune::store::tensor_file::Header;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -242,6 +243,25 @@ fn each_mistake_has_its_message() {
 fn each_unsupported_configuration_has_its_message() {
     assert_transcript("configurations", "$ ", |json| {
         ModelSpec::from_json(json.as_bytes(), "config.json").expect_err(json).to_string()
+    });
+}
+
+/// A configuration that llama.cpp would compute differently is not written.
+#[test]
+fn each_configuration_that_gguf_cannot_express_has_its_message() {
+    assert_transcript("gguf", "$ ", |json| {
+        let spec = ModelSpec::from_json(json.as_bytes(), "config.json").unwrap();
+        spec.to_gguf().map_or_else(|error| error.to_string(), |_| "written".to_owned())
+    });
+}
+
+/// A case is the number of bytes after the header, and the header.
+#[test]
+fn each_inconsistent_header_of_tensors_has_its_message() {
+    assert_transcript("tensor_headers", "$ ", |case| {
+        let (values, json) = case.split_once(' ').unwrap();
+        let values = vec![0; values.parse().unwrap()];
+        Header::parse(&[&(json.len() as u64).to_le_bytes(), json.as_bytes(), &values].concat()).expect_err(case)
     });
 }
 

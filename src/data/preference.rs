@@ -245,10 +245,6 @@ mod tests {
         [chosen, rejected].map(|answer| (prompt.to_owned(), answer.to_owned()))
     }
 
-    fn refusal(text: &str) -> String {
-        pair(&row(text), "prompt", None).err().unwrap()
-    }
-
     #[test]
     fn texts_are_split_as_in_trl() {
         for (text, expected) in [
@@ -288,27 +284,6 @@ mod tests {
         let longer =
             format!(r#"{{"chosen": [{question}, {good}], "rejected": [{question}, {good}, {question}, {bad}]}}"#);
         assert_eq!(sides(&longer)[0], ("user: Sky?".to_owned(), "assistant: Blue.".to_owned()));
-    }
-
-    #[test]
-    fn unusable_pairs_are_refused() {
-        assert!(pair(&row(r#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#), "prompt", None).unwrap().is_none());
-        for (text, problem) in [
-            (r#"{"prompt": "a", "chosen": "b"}"#, "`rejected` is missing"),
-            (
-                r#"{"prompt": "a", "chosen": "b", "rejected": 3}"#,
-                "`rejected` must be text or a list of messages, but is a number",
-            ),
-            (r#"{"chosen": "b", "rejected": [{"role": "user", "content": "x"}]}"#, "is text, the other a list"),
-            (r#"{"prompt": [], "chosen": "b", "rejected": "c"}"#, "the prompt is a list"),
-            (r#"{"prompt": "", "chosen": "", "rejected": "c"}"#, "`prompt` and `chosen` are empty"),
-            (
-                r#"{"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}"#,
-                "`chosen` contains no message with the role `assistant`",
-            ),
-        ] {
-            assert!(refusal(text).contains(problem), "{text}: {}", refusal(text));
-        }
     }
 
     #[test]

@@ -562,17 +562,6 @@ mod tests {
         assert_eq!(digest.sha256, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed");
     }
 
-    #[test]
-    fn nonsense_is_refused_with_what_is_known() {
-        for text in
-            ["", "hf://datasets/o", "hf://o/n/", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"]
-        {
-            let error = text.parse::<DataSource>().unwrap_err();
-            assert!(error.to_string().contains("give `grammar`"), "{error}");
-            assert_eq!(error.exit_code(), 2);
-        }
-    }
-
     /// A data set on the Hub with these files.
     struct FakeHub(&'static [&'static str]);
 

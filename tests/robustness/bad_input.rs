@@ -176,7 +176,7 @@ fn nonsense_in_rows() {
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
-    let files: [(&str, String); 43] = [
+    let files: [(&str, String); 50] = [
         ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
         ("null.jsonl", "{\"text\": null}\n".into()),
         ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
@@ -219,6 +219,16 @@ fn nonsense_in_rows() {
         ("array.md", "[\n  {\"text\": \"a\"}\n]\n".into()),
         ("binary.txt", "text\0\u{1}\u{2}".into()),
         ("half-weight.jsonl", good.replace("\"b\"", "\"b\", \"weight\": 0.5")),
+        ("pair-number.jsonl", "{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": 3}\n".into()),
+        ("pair-kinds.jsonl", format!("{{\"chosen\": \"b\", \"rejected\": [{}]}}\n", message("user", "x"))),
+        ("pair-prompt.jsonl", "{\"prompt\": [], \"chosen\": \"b\", \"rejected\": \"c\"}\n".into()),
+        ("pair-empty.jsonl", "{\"prompt\": \"\", \"chosen\": \"\", \"rejected\": \"c\"}\n".into()),
+        (
+            "pair-unanswered.jsonl",
+            format!("{{\"chosen\": [{}], \"rejected\": [{}]}}\n", message("user", "x"), message("user", "y")),
+        ),
+        ("call.jsonl", "{\"conversations\": [{\"from\": \"function_call\", \"value\": \"f()\"}]}\n".into()),
+        ("image.jsonl", chat(&["{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}".into()])),
         ("calls.jsonl", good.replace("\"b\"", "null, \"tool_calls\": [{\"function\": {\"name\": \"add\"}}]")),
     ];
     for (name, content) in files {

@@ -7,7 +7,7 @@ pub mod checkpoint;
 mod folder;
 pub mod gguf;
 pub mod hub;
-mod mxfp4;
+pub(crate) mod mxfp4;
 mod stored_model;
 pub mod tensor_file;
 mod weights;

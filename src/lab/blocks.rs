@@ -6,6 +6,7 @@
 use super::number::{percent, relative_error, short};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
+use crate::store::mxfp4::E2M1;
 use crate::ui::{Column, Line, Page, Role, plain};
 use crate::{Error, Result};
 use serde::Serialize;
@@ -281,9 +282,6 @@ fn floor_log2(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 0xff) as i32 - 127
 }
 
-/// FP4 E2M1's magnitudes by code. It has neither infinity nor NaN.
-const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-
 /// The code nearest to `x`, ties to even, saturating; bit 3 is the sign.
 fn e2m1(x: f32) -> u8 {
     let magnitude = x.abs();
@@ -297,8 +295,7 @@ fn e2m1(x: f32) -> u8 {
 }
 
 fn e2m1_value(code: u8) -> f64 {
-    let magnitude = f64::from(E2M1[usize::from(code & 7)]);
-    if code & 8 == 0 { magnitude } else { -magnitude }
+    E2M1[usize::from(code)].into()
 }
 
 #[cfg(test)]

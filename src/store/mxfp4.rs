@@ -6,8 +6,9 @@ use crate::Result;
 /// Numbers of a block.
 pub(super) const BLOCK: usize = 32;
 
-/// The numbers of four bits: E2M1.
-const NUMBERS: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+/// FP4 E2M1's numbers by code. It has neither infinity nor NaN.
+pub(crate) const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// The places in a block of the low and the high half of byte `i`.
 pub(super) type Places = fn(i: usize) -> [usize; 2];
@@ -23,8 +24,8 @@ pub(super) fn dequantize(exponent: u8, codes: &[u8], places: Places) -> [f32; BL
     let mut numbers = [0.0; BLOCK];
     for (i, code) in codes.iter().enumerate() {
         let [low, high] = places(i);
-        numbers[low] = scale * NUMBERS[usize::from(code & 15)];
-        numbers[high] = scale * NUMBERS[usize::from(code >> 4)];
+        numbers[low] = scale * E2M1[usize::from(code & 15)];
+        numbers[high] = scale * E2M1[usize::from(code >> 4)];
     }
     numbers
 }

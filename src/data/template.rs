@@ -348,18 +348,6 @@ mod tests {
     }
 
     #[test]
-    fn a_syntax_error_and_a_refusal_name_the_line() {
-        let message = Template::new("a\n{% if x %}", "model", TemplateTokens::default()).unwrap_err().to_string();
-        assert!(message.contains("chat template, line 2"), "{message}");
-        let refusing =
-            template("{{ bos_token }}\n{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}");
-        assert_eq!(refusing.render(&conversation(&[("user", "a")]), None, false).unwrap().text, "<s>\n");
-        let chat = conversation(&[("user", "a"), ("user", "b")]);
-        let message = refusing.render(&chat, None, false).unwrap_err().to_string();
-        assert!(message.contains("line 2: one at a time"), "{message}");
-    }
-
-    #[test]
     fn tools_are_written_as_python_writes_json() {
         let tools = r#"{"tools": [{"type": "function", "b": [1, 2.5, true, null], "a": {"é": "<x>"}}]}"#;
         let rendered = template("{{ tools[0] | tojson }}|{{ tools | tojson(indent=2) }}")

@@ -122,20 +122,3 @@ pub fn tokenizer_config(tokenizer: &Tokenizer) -> Value {
         "eos_token": end,
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_name_the_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        for (name, text) in [(TOKENIZER_CONFIG, &b"{"[..]), (CHAT_TEMPLATE, b"\xff")] {
-            let file = folder.path().join(name);
-            std::fs::write(&file, text).unwrap();
-            let message = AuxFiles::of_folder(folder.path()).unwrap().chat().unwrap_err().to_string();
-            assert!(message.starts_with(&*file.to_string_lossy()), "{message}");
-            std::fs::remove_file(file).unwrap();
-        }
-    }
-}

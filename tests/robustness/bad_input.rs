@@ -76,6 +76,10 @@ fn a_model_that_is_none() {
     fs::remove_file(fixture.path("no-tokenizer/tokenizer.json")).unwrap();
     fixture.model("bad-tokenizer", |_| {});
     fixture.write("bad-tokenizer/tokenizer.json", "{}");
+    fixture.model("bad-chat", |_| {});
+    fixture.write("bad-chat/tokenizer_config.json", "{");
+    fixture.model("bad-template", |_| {});
+    fixture.write("bad-template/chat_template.jinja", b"\xFF");
     fixture.model("truncated", |_| {});
     let weights = fs::read(fixture.path("model/model.safetensors")).unwrap();
     fixture.write("truncated/model.safetensors", &weights[..weights.len() / 2]);

@@ -177,7 +177,7 @@ pub(super) mod tests {
             ("a.csv", "\u{feff}prompt,completion\r\n1+1=,2\r\n\"a \"\"b\"\",\nc\",é\r\n"),
             ("a.csv", "prompt; completion\n1+1=;2\n\"a \"\"b\"\",\nc\";é\n"),
             ("a.csv", "prompt;completion\r1+1=;2\r\"a \"\"b\"\",\nc\";é\r"),
-            ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\"\n"),
+            ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\""),
         ];
         for (name, content) in rows {
             assert_eq!(shapes(name, content), expected, "{name}");
@@ -217,22 +217,6 @@ pub(super) mod tests {
         }
     }
 
-    /// Otherwise, the rows after an open quote would be part of its field.
-    #[test]
-    fn a_quote_that_is_not_closed_is_refused() {
-        for (table, line) in
-            [("text\n\"a\nb\n", 2), ("prompt,completion\r\n1,2\r\n3,\"4\r\n5,6\r\n", 3), ("text\n\"", 2)]
-        {
-            let message = refusal("a.csv", table.as_bytes());
-            assert!(
-                message.contains(&format!("line {line}: a quote is not closed by the end of the file")),
-                "{message}"
-            );
-        }
-        assert_eq!(read("a.csv", b"text\n\"a\nb\"").unwrap()[0].text, "a\nb");
-        assert!(refusal("a.csv", b"text\n").contains("contains no rows") && refusal("a.csv", b"").contains("no rows"));
-    }
-
     #[test]
     fn an_empty_cell_of_a_table_has_neither_tools_nor_a_weight() {
         let table = "instruction,output,tools,weight\nhi,ho,,\n";
@@ -259,8 +243,6 @@ pub(super) mod tests {
         ] {
             assert_eq!(text(fields).unwrap(), expected, "{fields}");
         }
-        let message = text(r#", "chat_template_kwargs": [1]"#).unwrap_err().to_string();
-        assert!(message.contains("line 1: `chat_template_kwargs` must be an object, but is a list"), "{message}");
     }
 
     #[test]

@@ -180,7 +180,7 @@ fn nonsense_in_rows() {
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
-    let files: [(&str, String); 50] = [
+    let files: [(&str, String); 54] = [
         ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
         ("null.jsonl", "{\"text\": null}\n".into()),
         ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
@@ -202,6 +202,9 @@ fn nonsense_in_rows() {
         ("names-only.csv", "prompt,completion\n".into()),
         ("ragged.csv", "prompt,completion\na,b\nc,d,e\n".into()),
         ("ragged-crlf.csv", "prompt,completion\r\na,b\r\nc\r\n".into()),
+        ("open-quote.csv", "text\n\"a\nb\n".into()),
+        ("open-quote-crlf.csv", "prompt,completion\r\n1,2\r\n3,\"4\r\n5,6\r\n".into()),
+        ("last-quote.csv", "text\n\"".into()),
         ("twice.csv", "text,text\na,b\n".into()),
         ("no-answers.csv", "prompt,completion\na,\nb,\n".into()),
         ("spaces.tsv", "prompt completion\na b\n".into()),
@@ -215,6 +218,7 @@ fn nonsense_in_rows() {
         ("messages.jsonl", "{\"messages\": \"hello\"}\n".into()),
         ("no-answer.jsonl", chat(&[message("user", "a")])),
         ("tools.jsonl", good.replace("{\"messages\"", "{\"tools\": \"add\", \"messages\"")),
+        ("kwargs.jsonl", good.replace("{\"messages\"", "{\"chat_template_kwargs\": [1], \"messages\"")),
         ("mark.jsonl", chat(&[message("user", "a\u{fdd0}"), message("assistant", "b")])),
         ("from.jsonl", "{\"conversations\": [{\"from\": \"somebody\", \"value\": \"a\"}]}\n".into()),
         ("value.jsonl", "{\"conversations\": [{\"from\": \"human\", \"content\": \"a\"}]}\n".into()),

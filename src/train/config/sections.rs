@@ -421,26 +421,3 @@ settings! {
         tensorboard: bool = false;
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_of_adapters_need_a_rank() {
-        let fresh = LoraSection::default;
-        for (key, section) in [
-            ("alpha", LoraSection { alpha: Some(8.0), ..fresh() }),
-            ("dropout", LoraSection { dropout: 0.1, ..fresh() }),
-            ("rslora", LoraSection { rslora: true, ..fresh() }),
-            ("dora", LoraSection { dora: true, ..fresh() }),
-            ("targets", LoraSection { targets: vec!["q_proj".into()], ..fresh() }),
-            ("modules_to_save", LoraSection { modules_to_save: vec!["norm".into()], ..fresh() }),
-        ] {
-            let message = section.validate().unwrap_err().to_string();
-            assert!(message.starts_with(&format!("lora.r: is missing, but `lora.{key}` needs it")), "{message}");
-            LoraSection { r: Some(4), ..section }.validate().unwrap();
-        }
-        fresh().validate().unwrap();
-    }
-}

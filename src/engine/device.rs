@@ -149,17 +149,4 @@ mod tests {
             assert_eq!(name.parse(), Ok(place));
         }
     }
-
-    #[test]
-    #[cfg(not(feature = "cuda"))]
-    fn a_cpu_build_says_how_to_rebuild() {
-        let policy = "fp16".parse().unwrap();
-        let open = |place: DeviceSpec| place.open(policy, KernelBackend::Auto, &mut |notice| panic!("{notice}"));
-        assert_eq!(open(DeviceSpec::Auto).unwrap().name, "cpu");
-        assert_eq!(open(DeviceSpec::Cpu).unwrap().name, "cpu");
-        let message = open(DeviceSpec::Cuda(1)).unwrap_err().to_string();
-        assert!(message.starts_with("device: `cuda:1`: ") && message.contains("--features cuda"), "{message}");
-        let message = open(DeviceSpec::Metal).unwrap_err().to_string();
-        assert!(message.starts_with("device: `metal`: ") && message.contains("docs/gpu.md"), "{message}");
-    }
 }

@@ -224,7 +224,8 @@ impl BatchPlan {
         };
         // A batch whose size cannot be computed does not fit.
         let bytes = |batch| engine(batch).ok().flatten().map_or(u64::MAX, |items| total(&items));
-        let (ours, theirs) = (engine(batch)?, textbook(batch));
+        let too_large = |error: Error| Error::config("--batch", error.to_string());
+        let (ours, theirs) = (engine(batch).map_err(too_large)?, textbook(batch));
         Ok(Self {
             recipe,
             for_activations: (ours.as_deref().and_then(left), left(&theirs)),

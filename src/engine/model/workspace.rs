@@ -550,7 +550,7 @@ impl Workspace<()> {
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
             sum.set(sum.get().saturating_add(view::bytes(shape, dtype)));
             if sum.get() > Self::MAX_BYTES {
-                candle_core::bail!("the activations of this batch take more than an exbibyte");
+                candle_core::bail!("the activations of this batch take more than an exbibyte; use a smaller one");
             }
             Ok(())
         };

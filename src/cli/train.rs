@@ -359,7 +359,12 @@ fn new_run(config: &Config) -> Result<Run> {
         // Another process may have started a run between the check and the lock.
         return if Run::exists(&path) { refused() } else { Ok(run) };
     }
-    let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
+    let model = Path::new(&config.model).file_name().unwrap_or_default().to_string_lossy();
+    // A run's own name may not begin so either.
+    let model = match model.trim_start_matches(['-', '.']) {
+        "" => "model",
+        name => name,
+    };
     let dtype = config.dtype.compute;
     for number in 1..=u32::MAX {
         if let Some(run) = Run::create(dir.join(format!("{model}-{dtype}-{number:04}")))? {
@@ -373,6 +378,18 @@ fn new_run(config: &Config) -> Result<Run> {
 mod tests {
     use super::*;
     use crate::store::checkpoint::Best;
+
+    #[test]
+    fn a_run_is_named_after_its_model() {
+        let folder = tempfile::tempdir().unwrap();
+        for (model, name) in
+            [("owner/gpt", "gpt-f16-0001"), ("a/gpt", "gpt-f16-0002"), ("-.b", "b-f16-0001"), ("..", "model-f16-0001")]
+        {
+            let mut config = Config { model: model.into(), ..Config::default() };
+            config.checkpoint.dir = folder.path().into();
+            assert!(new_run(&config).unwrap().path().ends_with(name), "{model}");
+        }
+    }
 
     #[test]
     fn the_end_of_a_run_names_its_model_and_the_next_commands() {

@@ -360,7 +360,7 @@ fn new_run(config: &Config) -> Result<Run> {
         return if Run::exists(&path) { refused() } else { Ok(run) };
     }
     let model = Path::new(&config.model).file_name().unwrap_or_default().to_string_lossy();
-    // A run's own name may not begin so either.
+    // `--run` refuses names that begin so.
     let model = match model.trim_start_matches(['-', '.']) {
         "" => "model",
         name => name,

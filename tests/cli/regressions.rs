@@ -56,7 +56,7 @@ fn n3_no_network_is_found_out_in_two_seconds() {
             assert!(fits, "{endpoint}: {line}: less than {least:?}, or more than two seconds");
         }
     }
-    // A proxy may reach what this machine cannot, so the request is made.
+    // A proxy may reach hosts that this machine cannot, so the request is made.
     let mut command = fixture.command("generate owner/name");
     command.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HTTPS_PROXY", "http://127.0.0.1:9");
     command.env("HF_HOME", fixture.folder()).env_remove("HF_HUB_OFFLINE");

@@ -36,11 +36,21 @@ impl DatasetPreview {
             return Err(Error::config("--sample", message));
         };
         index.tokens.check()?;
-        let piece = |stretch: &[(u32, bool)]| {
-            let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();
-            Ok((tokenizer.decode_with_special(&ids)?, stretch[0].1))
+        let decode = |tokens: &[(u32, bool)]| {
+            tokenizer.decode_with_special(&tokens.iter().map(|(id, _)| *id).collect::<Vec<_>>())
         };
-        let pieces = |tokens: &Vec<(u32, bool)>| tokens.chunk_by(|a, b| a.1 == b.1).map(piece).collect();
+        let pieces = |tokens: &Vec<(u32, bool)>| {
+            let mut start = 0;
+            let piece = |stretch: &[(u32, bool)]| {
+                // Some decoders remove the space before the first token of a text, so the token before it is decoded, too.
+                let (before, end) = (start.max(1) - 1, start + stretch.len());
+                let text = decode(&tokens[before..end])?;
+                let own = text.strip_prefix(&decode(&tokens[before..start])?).map(str::to_owned);
+                start = end;
+                Ok((own.map_or_else(|| decode(stretch), Ok)?, stretch[0].1))
+            };
+            tokens.chunk_by(|a, b| a.1 == b.1).map(piece).collect()
+        };
         let sides = sides.iter().map(pieces).collect::<Result<_>>()?;
         Ok(Self {
             stats: index.stats,
@@ -129,4 +139,21 @@ fn middle_left_out(text: &str, at: usize, total: usize) -> String {
     }
     let gap = if at <= head { " … " } else { "" };
     format!("{}{gap}{}", &text[..until], &text[from..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::TokenSource;
+    use crate::data::tokenizer::tests::prefixing;
+
+    #[test]
+    fn an_answer_begins_with_its_space() {
+        for tokenizer in prefixing() {
+            let sample = vec![(3, false), (2, false), (3, true)];
+            let index = SequenceIndex::new(TokenSource::from_samples(&[sample]), 32, false, "x").unwrap();
+            let preview = DatasetPreview::new(&index, None, &tokenizer, &ChatFormat::plain(None, None)).unwrap();
+            assert_eq!(preview.sides[0][1], (" a".to_owned(), true));
+        }
+    }
 }

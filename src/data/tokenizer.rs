@@ -546,9 +546,9 @@ pub(crate) mod tests {
         let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
             {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]});
         let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false});
-        [(prepend, Value::Null), (Value::Null, metaspace)].map(|(normalizer, pre_tokenizer)| {
+        [(prepend, Value::Null), (Value::Null, metaspace.clone())].map(|(normalizer, pre_tokenizer)| {
             let json = json!({
-                "version": "1.0", "truncation": null, "padding": null, "post_processor": null, "decoder": null,
+                "version": "1.0", "truncation": null, "padding": null, "post_processor": null, "decoder": metaspace,
                 "added_tokens": [{"id": 5, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
                     "normalized": false, "special": true}],
                 "normalizer": normalizer, "pre_tokenizer": pre_tokenizer,

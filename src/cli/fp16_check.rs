@@ -58,9 +58,9 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         return Err(Error::config("--seq-len", message));
     }
     let source = &args.data.parse()?;
-    let load = |loader: &mut DatasetBuilder<'_>| loader.load_unsplit(source, &trained.tokenizer);
+    let load = |loader: &mut DatasetBuilder<'_>| loader.load_tokens(source, &trained.tokenizer);
     let mut report = |event| reporter.report(event);
-    let (tokens, _) = with_loader(&[source], trained.dataset_options(), &mut report, load)?;
+    let tokens = with_loader(&[source], trained.dataset_options(), &mut report, load)?;
     reporter.activity.begin("reading weights");
     let size = SampleSize { batches: args.batches, batch_size: args.batch_size, seq_len };
     let open = args.device.open(PrecisionPolicy::FP16)?;

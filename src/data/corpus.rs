@@ -132,7 +132,12 @@ impl DatasetBuilder<'_> {
         })
     }
 
-    /// All tokens of `source`, and their bytes of text as [`Dataset::validation_bytes_per_token`].
+    /// All tokens of `source`.
+    pub fn load_tokens(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<TokenSource> {
+        Ok(self.corpus(source, tokenizer)?.tokens)
+    }
+
+    /// All tokens of `source`, and their bytes of text as [`Dataset::validation_bytes_per_token`], which reads every token.
     pub fn load_unsplit(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let Corpus { tokens, bytes_per_token, .. } = self.corpus(source, tokenizer)?;
         let bytes_per_token = bytes_per_predicted(&tokens, tokenizer).unwrap_or(bytes_per_token);

@@ -96,7 +96,8 @@ pub(super) fn table(report: &Value) -> String {
     let step = figure(report, "profiled_step_ms");
     let outside = format!("{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
     format!(
-        "{}{outside}\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP products, attention and the gated delta rule.",
+        "{}{outside}\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP products, \
+         attention and the gated delta rule.",
         page.text()
     )
 }

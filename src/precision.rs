@@ -16,4 +16,4 @@ pub use fp8::{AmaxHistory, BlockRanges, Fp8Config, Fp8State, scale_for};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
 pub use policy::{Dtype, PrecisionPolicy};
-pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerMode, exact_log2, scale_text};
+pub use scaler_config::{GradScalerConfig, OnOverflow, ScalerMode, exact_log2, scale_text};

@@ -184,12 +184,11 @@ pub(super) fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
             ("r" | "rank", Some(value)) => ("r", integer(value).map(toml::Value::from)),
             (rank, None) if integer(rank).is_ok() => ("r", integer(rank).map(toml::Value::from)),
             ("alpha" | "dropout", Some(value)) => (key, number(value).map(toml::Value::from)),
-            ("targets", Some(value)) => ("targets", Ok(names(value).into())),
-            ("save", Some(value)) => ("modules_to_save", Ok(names(value).into())),
-            ("rslora" | "dora", None) => (key, Ok(true.into())),
+            ("target_modules" | "modules_to_save", Some(value)) => (key, Ok(names(value).into())),
+            ("use_rslora" | "use_dora", None) => (key, Ok(true.into())),
             _ => {
-                let known =
-                    "`16`, `r=16`, `alpha=32`, `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`";
+                let known = "`16`, `r=16`, `alpha=32`, `target_modules=q_proj+v_proj`, `dropout=0.05`, `use_rslora`, \
+                             `use_dora`, `modules_to_save=norm`";
                 return wrong(format!("`{setting}` is not one of {known}"));
             }
         };

@@ -36,7 +36,7 @@ const FLAGS: &[(&str, &str)] = &[
     (
         "adapter use_peft finetuning_type fine_tune_type num_layers r lora_r lora_rank lora_alpha lora_dropout lora_target \
          lora_target_modules lora_target_linear use_rslora use_dora",
-        "`--lora r=16,alpha=32` trains adapters; `dropout=0.05`, `targets=q_proj+v_proj`, `rslora` and `dora` follow after commas",
+        "`--lora r=16,alpha=32` trains adapters; `dropout=0.05`, `target_modules=q_proj+v_proj`, `use_rslora` and `use_dora` follow after commas",
     ),
     (
         "eval_steps eval_strategy evaluation_strategy evals_per_epoch steps_per_eval",
@@ -50,10 +50,7 @@ const FLAGS: &[(&str, &str)] = &[
         "every run has a log: `finetune watch`, `finetune export-metrics`, and `--set telemetry.tensorboard=true`",
     ),
     ("push_to_hub push_model hub_model_id", "`finetune export RUN FOLDER --push OWNER/NAME` uploads a model"),
-    (
-        "gradient_checkpointing use_gradient_checkpointing grad_checkpoint",
-        "`--set train.recompute=block` keeps only the input of each block",
-    ),
+    ("use_gradient_checkpointing grad_checkpoint", "`--gradient-checkpointing` keeps only the input of each block"),
     (
         "train_on_responses_only train_on_inputs mask_prompt assistant_only_loss completion_only_loss",
         "`--loss-on` selects the turns that count in the loss; the default is `answers`, without prompts",

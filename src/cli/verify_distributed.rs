@@ -35,8 +35,8 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     config.train.steps = Some(steps);
     config.train.epochs = None;
     config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);
-    config.telemetry.tensors_every = 1;
-    config.telemetry.exponents_every = 1;
+    config.telemetry.grad_stats_every = 1;
+    config.telemetry.grad_histogram_every = 1;
     config.checkpoint.dir = folder.path().to_path_buf();
     config.checkpoint.run = None;
     let file = folder.path().join("config.toml");

@@ -180,7 +180,7 @@ impl RunData {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
         if self.sums.stored.total() == 0 {
-            let message = "no step has a histogram of its gradients; record them with `telemetry.exponents_every`";
+            let message = "no step has a histogram of its gradients; record them with `telemetry.grad_histogram_every`";
             return Err(Error::data(self.folder.display(), message));
         }
         Ok((

@@ -405,7 +405,7 @@ mod tests {
     #[test]
     fn settings_are_read_from_a_flag() {
         let apply = |text| apply_setting(GradScalerConfig::default(), "--base", text);
-        let config = apply("growth_factor=4, hysteresis_refill=clean, enabled=false").unwrap();
+        let config = apply("growth_factor=4, consecutive_hysteresis=true, enabled=false").unwrap();
         assert!(config.growth_factor == 4.0 && !config.enabled);
         // As in training's settings.
         let config = apply("init_scale=2^24, backoff_factor=1/4, growth_interval=1e3").unwrap();

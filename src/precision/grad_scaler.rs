@@ -1,7 +1,7 @@
 //! The loss scale as a pure state machine: [`GradScaler`].
 
 use super::scaler_config::{check_factors, check_scale};
-use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerMode};
+use super::{FloatFormat, GradScalerConfig, Headroom, ScalerMode};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -83,7 +83,7 @@ pub struct StateDict {
 ///     grads = backward(loss · scale)
 ///     if all grads are finite:
 ///         optimizer.step(grads / scale)
-///         if hysteresis_refill == clean: hysteresis_left = hysteresis
+///         if consecutive_hysteresis: hysteresis_left = hysteresis
 ///         tracker += 1
 ///         if mode == predictive: next = the largest power of two with headroom (see `Headroom`)
 ///         else if tracker >= growth_interval: next = scale · growth_factor, tracker = 0, hysteresis_left = hysteresis
@@ -191,7 +191,7 @@ impl GradScaler {
     }
 
     fn after_clean_step(&mut self, max_abs: Option<f32>) -> ScaleChange {
-        if self.config.hysteresis_refill == HysteresisRefill::Clean {
+        if self.config.consecutive_hysteresis {
             self.state.hysteresis_left = self.config.hysteresis;
         }
         self.state.growth_tracker = self.state.growth_tracker.saturating_add(1);

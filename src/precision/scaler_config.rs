@@ -32,8 +32,9 @@ settings! {
         max_overflows_at_min_scale: u32 = 16;
         /// Overflows before the scale backs off; earlier ones only skip their step. 1 is PyTorch's rule.
         hysteresis: u32 = 1;
-        /// The event that resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
-        hysteresis_refill: HysteresisRefill = HysteresisRefill::Growth;
+        /// Whether every clean step resets the count for `hysteresis`, as in apex, and not only a growth of the scale, as in
+        /// DeepSpeed's default and Megatron.
+        consecutive_hysteresis: bool = false;
         /// Whether to `skip` the batch of an overflowing step, or `retry` it at the lower scale.
         on_overflow: OnOverflow = OnOverflow::Skip;
         /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of earlier steps.
@@ -52,17 +53,6 @@ pub enum ScalerMode {
     ///
     /// [`Headroom`]: super::Headroom
     Predictive,
-}
-
-/// The event that resets the count for [`GradScalerConfig::hysteresis`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum HysteresisRefill {
-    /// Growth of the scale, as in DeepSpeed and Megatron.
-    #[default]
-    Growth,
-    /// Any clean step, as in apex.
-    Clean,
 }
 
 /// Whether the batch of an overflowing step is skipped or repeated.

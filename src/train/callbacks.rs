@@ -45,14 +45,14 @@ impl Callbacks {
     /// The callbacks that `config` needs.
     pub(super) fn new(config: &Config) -> Self {
         let mut callbacks = Self { begin: None, end: vec![report_underflow_onsets] };
-        if config.telemetry.layer_maxima_every > 0 {
+        if config.telemetry.grad_max_every > 0 {
             callbacks.end.push(report_grad_maxima);
         }
-        if config.telemetry.variance_every > 0 || config.precision.fp8.block.is_some() {
+        if config.telemetry.grad_variance_every > 0 || config.precision.fp8.block.is_some() {
             callbacks.end.push(fp8::after_step);
         }
         let falls_back = config.precision.fallback != FallbackRule::Off;
-        if config.telemetry.attribute_overflows || falls_back {
+        if config.telemetry.trace_overflows || falls_back {
             callbacks.end.push(overflow_trace::after_step);
         }
         if falls_back {
@@ -92,7 +92,7 @@ fn report_underflow_onsets(engine: &mut TrainEngine, context: &mut StepContext<'
 /// Reports the largest gradient of each layer every few steps.
 fn report_grad_maxima(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     let step = engine.state.counters.step;
-    if !step.is_multiple_of(context.config.telemetry.layer_maxima_every) {
+    if !step.is_multiple_of(context.config.telemetry.grad_max_every) {
         return Ok(());
     }
     let mut layers: BTreeMap<String, f32> = BTreeMap::new();

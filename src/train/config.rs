@@ -127,7 +127,7 @@ settings! {
         lora: LoraSection = LoraSection::default(), section(LoraSection::settings),
             flag("lora", Training, 3, "SETTINGS"),
             help("Train low-rank adapters (LoRA) instead of the full model: a rank such as 16, and `alpha=32`, \
-                 `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`");
+                 `target_modules=q_proj+v_proj`, `dropout=0.05`, `use_rslora`, `use_dora`, `modules_to_save=norm`");
         /// The training signal.
         objective: ObjectiveSection = ObjectiveSection::default(), section(ObjectiveSection::settings);
         /// AdamW and clipping.
@@ -350,7 +350,7 @@ impl Config {
 
     /// `spec` with the adapters or the frozen modules of this configuration.
     pub fn with_trained_parts(&self, spec: ModelSpec) -> Result<ModelSpec> {
-        let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
+        let LoraSection { r, alpha, dropout, use_rslora, use_dora, target_modules, modules_to_save } = &self.lora;
         let Some(r) = *r else {
             return match &self.train.freeze {
                 Some(names) => spec.with_frozen(FREEZE, names),
@@ -358,14 +358,15 @@ impl Config {
             };
         };
         let alpha = alpha.unwrap_or(2.0 * r as f64);
-        let targets = Lora::targets(&spec, targets)?;
+        let targets = Lora::targets(&spec, target_modules)?;
         let saved = Lora::modules_to_save(&spec, modules_to_save)?;
         if let Some(both) = saved.iter().find(|layer| targets.contains(&spec.adapter_layer(**layer))) {
             let message =
                 format!("`{}` already has an adapter; remove it from one of the two lists", spec.layer_name(*both));
             return Err(Error::config("lora.modules_to_save", message));
         }
-        let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, modules_to_save: saved };
+        let (dropout, rslora, dora) = (*dropout, *use_rslora, *use_dora);
+        let lora = Lora { r, alpha, dropout, rslora, dora, targets, modules_to_save: saved };
         lora.check_experts()?;
         Ok(ModelSpec { lora: Some(lora), ..spec })
     }
@@ -431,10 +432,12 @@ impl Config {
         if let Some((why, _)) = never.into_iter().find(|(_, is_never)| *is_never && self.train.early_stopping > 0) {
             return Err(Error::config("train.early_stopping", format!("needs validation between steps, but {why}")));
         }
-        let TelemetrySection { log_every, tensors_every, exponents_every, .. } = self.telemetry;
-        for (key, every) in
-            [("log_every", log_every), ("tensors_every", tensors_every), ("exponents_every", exponents_every)]
-        {
+        let TelemetrySection { log_every, grad_stats_every, grad_histogram_every, .. } = self.telemetry;
+        for (key, every) in [
+            ("log_every", log_every),
+            ("grad_stats_every", grad_stats_every),
+            ("grad_histogram_every", grad_histogram_every),
+        ] {
             if every == 0 {
                 let message = "must be at least 1; for never, use more than the number of steps";
                 return Err(Error::config(format!("telemetry.{key}"), message));
@@ -446,7 +449,8 @@ impl Config {
         self.lora.validate()?;
         self.objective.validate(self.train.batch_size)?;
         if self.lora.r.is_some() && self.train.freeze.is_some() {
-            let message = "has no use with adapters, whose base is frozen; list the layers to adapt in `lora.targets`";
+            let message =
+                "has no use with adapters, whose base is frozen; list the layers to adapt in `lora.target_modules`";
             return Err(Error::config(FREEZE, message));
         }
         let partial = self.lora.r.is_some() || self.train.freeze.is_some();

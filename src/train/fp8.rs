@@ -173,10 +173,10 @@ impl Hook for Fp8Blocks {
 /// Reports each layer's gradient variance in the last step, and the blocks that it moves into FP8 or out of it. Call it
 /// before anything overwrites the gradients.
 pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
-    let (compute, variance_every) = (context.config.dtype.compute, context.config.telemetry.variance_every);
+    let (compute, grad_variance_every) = (context.config.dtype.compute, context.config.telemetry.grad_variance_every);
     let TrainEngine { group, model, state, grads, grad_stats, .. } = engine;
     let step = state.counters.step;
-    let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
+    let wanted = grad_variance_every > 0 && step.is_multiple_of(grad_variance_every);
     let Fp8Blocks { config, blocks } = &mut state.fp8;
     let switches = config.enter_variance.is_some() && !blocks.is_empty();
     if context.is_skipped() || !(wanted || switches) {

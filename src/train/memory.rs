@@ -291,11 +291,12 @@ impl MemoryLimit<'_> {
     /// fit. Fails with [`Error::Config`] naming the bytes needed and available.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let train = &config.train;
-        let needed = self.required_bytes(config, train.batch_size, train.recompute)?;
+        let keep = train.gradient_checkpointing.into();
+        let needed = self.required_bytes(config, train.batch_size, keep)?;
         if needed <= self.available {
             return Ok(());
         }
-        let largest = self.largest_batch(config, train.recompute);
+        let largest = self.largest_batch(config, keep);
         let advice = match largest {
             Some(largest) => {
                 format!(
@@ -320,13 +321,13 @@ impl MemoryLimit<'_> {
 
     /// Settings with which `config` fits. Without them, the largest batch that fits is `largest`.
     fn options(&self, config: &Config, largest: Option<usize>) -> Vec<String> {
-        let (batch, keep) = (config.train.batch_size, config.train.recompute);
+        let (batch, keep) = (config.train.batch_size, config.train.gradient_checkpointing.into());
         let mut options = Vec::new();
-        if keep == Checkpointing::None {
+        if !config.train.gradient_checkpointing {
             match self.largest_batch(config, Checkpointing::PerBlock).map(|most| most.min(batch)) {
-                Some(fits) if fits == batch => options.push("`--set train.recompute=block`".into()),
+                Some(fits) if fits == batch => options.push("`--gradient-checkpointing`".into()),
                 Some(fits) if largest.is_none() => {
-                    options.push(format!("`--set train.recompute=block` with `--batch-size {fits}`"));
+                    options.push(format!("`--gradient-checkpointing` with `--batch-size {fits}`"));
                 }
                 _ => {}
             }
@@ -368,25 +369,29 @@ impl MemoryLimit<'_> {
     }
 
     /// The first variant of `config` that fits, and a description of the changes. The variants have the same number of
-    /// sequences per step in smaller micro-batches, or, if one sequence does not fit, recomputation. Returns `config`
+    /// sequences per step in smaller micro-batches, or, if one sequence does not fit, with gradient checkpointing. Returns `config`
     /// unchanged if no change is needed or possible.
     pub(super) fn fitted(&self, config: &Config) -> Result<(Config, Option<String>)> {
         let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
-        for keep in [config.train.recompute, Checkpointing::PerBlock] {
+        for per_block in [config.train.gradient_checkpointing, true] {
             let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
             // KTO needs two answers in a batch.
             for smaller in divisors.filter(|divisor| config.objective.validate(*divisor).is_ok()) {
-                if self.required_bytes(config, smaller, keep)? > self.available {
+                if self.required_bytes(config, smaller, per_block.into())? > self.available {
                     continue;
                 }
                 let mut fitted = config.clone();
                 let train = &mut fitted.train;
                 train.batch_size = smaller;
                 train.grad_accum = batch / smaller * accum;
-                train.recompute = keep;
-                let recompute = if keep == config.train.recompute { "" } else { ", train.recompute = block" };
+                train.gradient_checkpointing = per_block;
+                let added = if per_block == config.train.gradient_checkpointing {
+                    ""
+                } else {
+                    ", gradient_checkpointing = true"
+                };
                 let said =
-                    format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
+                    format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{added}", train.grad_accum);
                 let changed = fitted != *config;
                 return Ok((fitted, changed.then_some(said)));
             }
@@ -448,7 +453,9 @@ mod tests {
     }
 
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
-        limit(spec, 0).required_bytes(config, config.train.batch_size, config.train.recompute).unwrap()
+        limit(spec, 0)
+            .required_bytes(config, config.train.batch_size, config.train.gradient_checkpointing.into())
+            .unwrap()
     }
 
     /// The system used to kill a run if its step fitted into memory but its probe did not.
@@ -510,7 +517,7 @@ mod tests {
 
         // Loading it takes FP32 masters, next to buffers that a GPU has allocated.
         let on_gpu = DistributedLayout { on_gpu: true, ..DistributedLayout::default() };
-        let keep = config.train.recompute;
+        let keep = config.train.gradient_checkpointing.into();
         let memory = MemoryLimit { layout: on_gpu, ..limit(&adapted, 0) };
         let on_gpu = |config: &Config| memory.required_bytes(config, 1, keep).unwrap();
         adapters.objective.kind = ObjectiveKind::Dpo;
@@ -543,7 +550,7 @@ mod tests {
         let mut split = config.clone();
         split.train.batch_size = 1;
         split.train.grad_accum = 8;
-        let keep = config.train.recompute;
+        let keep = config.train.gradient_checkpointing.into();
         assert_eq!(limit(&spec, 0).required_bytes(&config, 1, keep).unwrap(), needed(&split, &spec));
     }
 
@@ -554,7 +561,7 @@ mod tests {
         config.train.batch_size = 4;
         config.train.grad_accum = 3;
         config.train.seq_len = 1024;
-        let available = limit(&spec, 0).required_bytes(&config, 1, config.train.recompute).unwrap();
+        let available = limit(&spec, 0).required_bytes(&config, 1, config.train.gradient_checkpointing.into()).unwrap();
         let batch_of = |config: &Config| {
             let train = limit(&spec, available).fitted(config).unwrap().0.train;
             [train.batch_size, train.grad_accum]

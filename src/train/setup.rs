@@ -541,7 +541,13 @@ pub fn engine(
     let reference = if config.objective.has_separate_reference(spec) { stored } else { Reference::Base };
     let mut engine = TrainEngine {
         objective: Objective::new(config.objective.clone(), reference),
-        workspace: Workspace::for_training(spec, policy, (rows, train.seq_len), train.recompute, &device)?,
+        workspace: Workspace::for_training(
+            spec,
+            policy,
+            (rows, train.seq_len),
+            train.gradient_checkpointing.into(),
+            &device,
+        )?,
         grads: Gradients::sharded(&state.weights, policy, train.grad_accum, &*group, train.shard)?,
         group,
         timings: Vec::new(),

@@ -466,7 +466,7 @@ impl Trainer {
             };
             let (train, checkpoint) = (&self.config.train, &self.config.checkpoint);
             let [eval, sample] = [due(train.eval_every), due(train.sample_every)];
-            let [save_weights, save] = [due(checkpoint.weights_every), due(checkpoint.save_every)];
+            let [save_weights, save] = [due(checkpoint.save_weights_every), due(checkpoint.save_every)];
             if eval && self.evaluate()? {
                 reason = FinishReason::EarlyStopped;
                 break;
@@ -562,7 +562,7 @@ impl Trainer {
         if probe {
             self.probe()?;
         }
-        self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
+        self.engine.count_exponents = is_multiple(next, self.config.telemetry.grad_histogram_every);
         self.engine.update_counts = is_multiple(next, self.config.telemetry.lost_updates_every).then(Vec::new);
         let batches = batches_in_step(&self.micro_batches);
         if let Some(begin) = self.callbacks.begin {

@@ -138,7 +138,8 @@ fn a_run_with_another_batch_size_reads_the_rest_of_its_epochs() {
 #[test]
 fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let fixture = CliFixture::new();
-    let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=3 --set checkpoint.keep_best=false";
+    let weights =
+        "--set checkpoint.save_weights_every=2 --set checkpoint.keep_last_weights=3 --set checkpoint.keep_best=false";
     fixture.said(&training("r", &format!("--steps 9 --save-every 4 {weights}")));
     let run = fixture.path("checkpoints/r");
     let folders = || names(run.clone()).into_iter().filter(|name| name.contains("-0000")).collect::<Vec<_>>();

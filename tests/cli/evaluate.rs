@@ -247,7 +247,7 @@ fn probes_count_the_choices_of_experts_that_differ() {
     let fixture = with_tokenizer("families/olmoe");
     let settings = "--data text.txt --val none --seq-len 16 --batch-size 16 --plain --set train.sample_tokens=0";
     let shares = ["fp32", "bf16"].map(|dtype| {
-        let more = "--set telemetry.probe_every=2 --set train.recompute=block";
+        let more = "--set telemetry.probe_every=2 --gradient-checkpointing";
         fixture.said(&format!("--model . --run {dtype} --steps 12 --dtype {dtype} {settings} {more}"));
         let share = |event: Event| if let Event::Fp32Probe(probe) = event { probe.experts } else { None };
         fixture.events(dtype).into_iter().filter_map(share).collect::<Vec<f64>>()

@@ -16,7 +16,7 @@ const MOST_MIB: u64 = 100;
 fn long_run(fixture: &CliFixture, steps: u64) {
     fixture.said(
         "--model model --data text.txt --run long --steps 2 --seq-len 8 --batch-size 2 --plain \
-         --set train.sample_tokens=0 --set telemetry.exponents_every=1",
+         --set train.sample_tokens=0 --set telemetry.grad_histogram_every=1",
     );
     let log = fixture.run("long").join("events.jsonl");
     let mut records = read(&log).unwrap();

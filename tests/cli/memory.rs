@@ -64,7 +64,7 @@ fn tiny() {
         "--dtype bf16",
         "--dtype fp16 --grad-accum 2",
         "--dtype fp16 --set telemetry.probe_every=1",
-        "--dtype bf16 --batch-size 32 --set train.recompute=block",
+        "--dtype bf16 --batch-size 32 --gradient-checkpointing",
     ] {
         check(line, TOLERANCE);
     }

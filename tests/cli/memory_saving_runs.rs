@@ -23,15 +23,18 @@ use std::time::Duration;
 
 /// The ways to save memory that a resumed run must not show. `model.gguf` is [`quantized`].
 const WAYS: [(&str, &str); 6] = [
-    ("qlora", "--model model.gguf --lora r=4,alpha=8,dropout=0.1,dora --dtype bf16 --lr 3e-3"),
+    ("qlora", "--model model.gguf --lora r=4,alpha=8,dropout=0.1,use_dora --dtype bf16 --lr 3e-3"),
     ("lora", "--lora r=4,alpha=8,dropout=0.1 --dtype fp16"),
-    ("dora", "--lora r=2,alpha=8,targets=c_attn+mlp.c_proj,rslora,dora,save=ln_f --dtype bf16"),
+    (
+        "dora",
+        "--lora r=2,alpha=8,target_modules=c_attn+mlp.c_proj,use_rslora,use_dora,modules_to_save=ln_f --dtype bf16",
+    ),
     ("adamw8bit", "--optimizer adamw8bit --dtype fp16 --lr 1e-3"),
     ("no-masters", "--dtype p=bf16,c=bf16,g=bf16,r=f32"),
     (
         "all",
         "--lora r=64,alpha=8,dropout=0.1 --optimizer adamw8bit --dtype p=bf16,c=bf16,g=bf16,r=bf16 \
-         --set train.recompute=block",
+         --gradient-checkpointing",
     ),
 ];
 
@@ -134,7 +137,11 @@ fn fixture() -> CliFixture {
     let last = bytes.len() - 1;
     bytes[last - 2] ^= 1;
     fs::write(&path, bytes).unwrap();
-    fixture.said(&small("run", 10, "--model model --data text.txt --lora r=3,alpha=6,targets=c_attn+c_fc --lr 1e-2"));
+    fixture.said(&small(
+        "run",
+        10,
+        "--model model --data text.txt --lora r=3,alpha=6,target_modules=c_attn+c_fc --lr 1e-2",
+    ));
     fixture
 }
 
@@ -317,7 +324,7 @@ fn mixture() -> CliFixture {
 /// A line that trains adapters of [`mixture`]'s router and experts.
 fn of_experts(run: &str) -> String {
     format!(
-        "--model model --data text.txt --lora r=2,alpha=4,targets=q_proj+experts.gate_up_proj+experts.down_proj+gate.weight \
+        "--model model --data text.txt --lora r=2,alpha=4,target_modules=q_proj+experts.gate_up_proj+experts.down_proj+gate.weight \
          --lr 0.01 --schedule constant --warmup-steps 0 --dtype fp32 --run {run} --plain --batch-size 2 --seq-len 16 --set train.sample_tokens=0"
     )
 }
@@ -330,7 +337,7 @@ fn adapters_of_experts_are_resumed_recomputed_and_merged() {
     fixture.said(&format!("{} --steps 6", of_experts("whole")));
     fixture.said(&format!("{} --steps 3", of_experts("resumed")));
     fixture.said("--resume resumed --steps 6 --plain");
-    fixture.said(&format!("{} --steps 6 --set train.recompute=block", of_experts("recomputed")));
+    fixture.said(&format!("{} --steps 6 --gradient-checkpointing", of_experts("recomputed")));
     for run in ["resumed", "recomputed"] {
         assert!(masters(run) == masters("whole"), "{run}");
     }
@@ -341,7 +348,7 @@ fn adapters_of_experts_are_resumed_recomputed_and_merged() {
         change > 0.1 && error < 1e-5,
         "the adapters change logits by {change:.1e}, the merged ones differ by {error:.1e}"
     );
-    for (setting, message) in [("dropout=0.1", "lora.dropout: is for"), ("dora", "lora.dora: is for")] {
+    for (setting, message) in [("dropout=0.1", "lora.dropout: is for"), ("use_dora", "lora.use_dora: is for")] {
         let line = of_experts("refused").replace("r=2,", &format!("r=2,{setting},"));
         assert!(fixture.refused(&line).contains(message), "{setting}");
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// A run called `v` whose first loss scale is too high, with checkpoints after steps 4, 8 and 12.
 const RUN: &str = "--run v --steps 12 --batch-size 2 --seq-len 16 --threads 1 --plain --save-every 4 --keep-last 10 \
                    --init-scale 2^24 --eval-every 6 --set train.eval_batches=1 --set train.sample_tokens=0 \
-                   --set telemetry.tensors_every=1";
+                   --set telemetry.grad_stats_every=1";
 
 fn trained() -> CliFixture {
     let fixture = CliFixture::empty();

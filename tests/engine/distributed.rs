@@ -35,10 +35,10 @@ pub(crate) fn config(dtype: &str) -> Config {
         ("dropout.residual", "0.1"),
         ("scaler.init_scale", "1048576.0"),
         ("scaler.backoff_factor", "0.25"),
-        ("telemetry.tensors_every", "1"),
-        ("telemetry.exponents_every", "1"),
+        ("telemetry.grad_stats_every", "1"),
+        ("telemetry.grad_histogram_every", "1"),
         ("telemetry.probe_every", "2"),
-        ("telemetry.variance_every", "2"),
+        ("telemetry.grad_variance_every", "2"),
         ("checkpoint.save_every", "2"),
         ("checkpoint.keep_last", "10"),
     ];
@@ -225,7 +225,7 @@ fn any_number_of_processes_trains_the_same_adapters() {
         config.lora.alpha = Some(6.0);
         config.lora.dropout = 0.1;
         if dora {
-            config.lora.dora = true;
+            config.lora.use_dora = true;
             config.lora.modules_to_save = vec!["ln_f".into()];
         }
         assert_same_bits(&config, &folder.path().join(dora.to_string()), &[2, 3, 4]);
@@ -399,9 +399,9 @@ fn a_step_sends_the_bytes_of_the_formula() {
             config.scaler.init_scale = 1024.0;
             config.train.shard = sharding;
             let telemetry = &mut config.telemetry;
-            telemetry.exponents_every = 1000;
+            telemetry.grad_histogram_every = 1000;
             telemetry.probe_every = 0;
-            telemetry.variance_every = 0;
+            telemetry.grad_variance_every = 0;
             telemetry.lost_updates_every = 0;
             let sent = together(world, |process: Arc<dyn ProcessGroup>| {
                 let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });

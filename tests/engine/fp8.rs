@@ -163,7 +163,7 @@ fn several_blocks_are_in_fp8_and_each_switches_by_itself() {
 /// The variance of block 1's gradient at the first step.
 fn first_variance() -> f64 {
     let mut config = config(Fp8Config::default());
-    config.telemetry.variance_every = 1;
+    config.telemetry.grad_variance_every = 1;
     let (trainer, events) = advanced(&config, 1);
     let variances = of_kind!(&events, Event::GradVariance).next().unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
@@ -175,7 +175,7 @@ fn first_variance() -> f64 {
 #[test]
 fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let mut config = config(Fp8Config::default());
-    config.telemetry.variance_every = 1;
+    config.telemetry.grad_variance_every = 1;
     let (trainer, events) = advanced(&config, 1);
     let scale = f64::from(steps(&events).next().unwrap().loss_scale);
     let born = trainer.engine.grads.micro_batch_grads();
@@ -222,7 +222,7 @@ fn the_experiment_runs_and_is_compared() {
         let mut command = finetune();
         command.arg("--config").arg(folder.join(format!("{arm}.toml"))).args(["--run", arm, "--plain"]);
         command.args(["--steps", "12", "--batch-size", "1", "--seq-len", "32", "--checkpoint-dir", "."]);
-        command.args(["--set", "train.eval_batches=2", "--set", "telemetry.variance_every=4"]);
+        command.args(["--set", "train.eval_batches=2", "--set", "telemetry.grad_variance_every=4"]);
         command.args(["--set", "scaler.init_scale=4194304.0"]);
         launch::succeed(&mut command);
     }

@@ -1,9 +1,7 @@
 //! The gradient scaler's state machine. PyTorch's rules (C) and golden vectors (G), numbered as in the project's list, are
 //! in `tests/engine/amp` if an optimizer's steps show them. C19 (no host synchronisation) concerns the engine on a GPU.
 
-use finetune::precision::{
-    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, ScaleChange, ScalerMode, ScalerState, StateDict,
-};
+use finetune::precision::{GradScaler, GradScalerConfig, OnOverflow, ScaleChange, ScalerMode, ScalerState, StateDict};
 use proptest::prelude::*;
 
 fn scaler(init_scale: f32, growth_interval: u32) -> GradScaler {
@@ -110,12 +108,12 @@ fn patience_zero_is_endless() {
     assert!(!scaler.is_stuck());
 }
 
-fn with_hysteresis(hysteresis_refill: HysteresisRefill) -> GradScaler {
+fn with_hysteresis(consecutive_hysteresis: bool) -> GradScaler {
     let config = GradScalerConfig {
         init_scale: 16.0,
         growth_interval: 3,
         hysteresis: 2,
-        hysteresis_refill,
+        consecutive_hysteresis,
         ..GradScalerConfig::default()
     };
     GradScaler::new(config).unwrap()
@@ -123,7 +121,7 @@ fn with_hysteresis(hysteresis_refill: HysteresisRefill) -> GradScaler {
 
 #[test]
 fn hysteresis_refilled_at_growth_counts_overflows_across_clean_steps() {
-    let mut scaler = with_hysteresis(HysteresisRefill::Growth);
+    let mut scaler = with_hysteresis(false);
     let scales = [false, true, false, false, true, true, true, false].map(|finite| {
         scaler.update(finite);
         scaler.scale()
@@ -133,7 +131,7 @@ fn hysteresis_refilled_at_growth_counts_overflows_across_clean_steps() {
 
 #[test]
 fn hysteresis_refilled_by_clean_steps_backs_off_only_after_overflows_in_a_row() {
-    let mut scaler = with_hysteresis(HysteresisRefill::Clean);
+    let mut scaler = with_hysteresis(true);
     let scales = [false, true, false, true, false, false, false].map(|finite| {
         scaler.update(finite);
         scaler.scale()
@@ -144,10 +142,10 @@ fn hysteresis_refilled_by_clean_steps_backs_off_only_after_overflows_in_a_row() 
 #[test]
 fn configuration_reads_from_a_table_and_refuses_unknown_keys() {
     let config: GradScalerConfig =
-        toml::from_str("init_scale = 1024\nhysteresis_refill = \"clean\"\non_overflow = \"retry\"").unwrap();
+        toml::from_str("init_scale = 1024\nconsecutive_hysteresis = true\non_overflow = \"retry\"").unwrap();
     let expected = GradScalerConfig {
         init_scale: 1024.0,
-        hysteresis_refill: HysteresisRefill::Clean,
+        consecutive_hysteresis: true,
         on_overflow: OnOverflow::Retry,
         ..GradScalerConfig::default()
     };
@@ -189,7 +187,7 @@ fn a_scaler_that_is_enabled_later_has_no_scale_of_1() {
 prop_compose! {
     fn any_config()(
         init in 0i32..=127, floor in 0i32..=20, growth_interval in 1u32..6, hysteresis in 1u32..4,
-        clean in any::<bool>(), growth in 1i32..4, backoff in 1i32..4,
+        consecutive_hysteresis in any::<bool>(), growth in 1i32..4, backoff in 1i32..4,
     ) -> GradScalerConfig {
         GradScalerConfig {
             init_scale: 2f32.powi(init),
@@ -198,7 +196,7 @@ prop_compose! {
             backoff_factor: 2f64.powi(-backoff),
             growth_interval,
             hysteresis,
-            hysteresis_refill: if clean { HysteresisRefill::Clean } else { HysteresisRefill::Growth },
+            consecutive_hysteresis,
             ..GradScalerConfig::default()
         }
     }

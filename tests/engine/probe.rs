@@ -25,16 +25,16 @@ fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<
     config.scaler.init_scale = 2f32.powi(24);
     config.scaler.on_overflow = OnOverflow::Retry;
     let telemetry = &mut config.telemetry;
-    telemetry.attribute_overflows = instruments;
+    telemetry.trace_overflows = instruments;
     if instruments {
         telemetry.probe_every = 3;
         telemetry.lost_updates_every = 1;
-        telemetry.variance_every = 1;
-        telemetry.layer_maxima_every = 1;
-        telemetry.tensors_every = 1;
+        telemetry.grad_variance_every = 1;
+        telemetry.grad_max_every = 1;
+        telemetry.grad_stats_every = 1;
     } else {
-        telemetry.tensors_every = STEPS + 1;
-        telemetry.exponents_every = STEPS + 1;
+        telemetry.grad_stats_every = STEPS + 1;
+        telemetry.grad_histogram_every = STEPS + 1;
     }
     let mut trainer = trainer(&config);
     let path = folder.join(name);

@@ -52,9 +52,9 @@ fn prompts(folder: &Path, prompt: &str) -> String {
 #[test]
 fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
-        let [kept, recomputed] = [Checkpointing::None, Checkpointing::PerBlock].map(|recompute| {
+        let [kept, recomputed] = [false, true].map(|per_block| {
             let mut config = config(policy, 8);
-            config.train.recompute = recompute;
+            config.train.gradient_checkpointing = per_block;
             config.dropout.residual = 0.1;
             config.dropout.attention = 0.1;
             config.scaler.init_scale = 2f32.powi(20);
@@ -160,7 +160,7 @@ fn everything_on(kernels: KernelBackend) -> Config {
     config.dropout.attention = 0.1;
     config.scaler.init_scale = 2f32.powi(24);
     config.telemetry.probe_every = 2;
-    config.telemetry.variance_every = 1;
+    config.telemetry.grad_variance_every = 1;
     config.precision.fp8.block = Some(1.into());
     config
 }
@@ -207,7 +207,7 @@ fn exponents_are_counted_only_every_so_many_steps() {
     for kernels in [KernelBackend::Fused, KernelBackend::Candle] {
         let mut settings = config(PrecisionPolicy::BF16, 7);
         settings.kernels = kernels;
-        settings.telemetry.exponents_every = 3;
+        settings.telemetry.grad_histogram_every = 3;
         let (_, events, _) = run(&settings, None);
         let counted: Vec<u64> =
             steps(&events).filter(|step| !step.grads.exponents.is_empty()).map(|step| step.step).collect();
@@ -235,7 +235,7 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
 fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = config(PrecisionPolicy::FP16, 12);
-    config.telemetry.tensors_every = 1;
+    config.telemetry.grad_stats_every = 1;
     config.scaler.init_scale = 256.0;
     let train = |mut trainer: Trainer, steps: u64| {
         let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
@@ -269,8 +269,8 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
 #[test]
 fn the_largest_gradient_of_each_layer_is_recorded() {
     let mut config = config(PrecisionPolicy::FP16, 6);
-    config.telemetry.layer_maxima_every = 3;
-    config.telemetry.tensors_every = 1;
+    config.telemetry.grad_max_every = 3;
+    config.telemetry.grad_stats_every = 1;
     config.scaler.init_scale = 65536.0;
     let (trainer, events, _) = run(&config, None);
     let maxima: Vec<_> = of_kind!(&events, Event::GradMax).collect();

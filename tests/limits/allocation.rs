@@ -162,7 +162,7 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     for grad_accum in [4, 8] {
         let told = |sharding| {
             let layout = DistributedLayout { world_size: 4, sharding, ..DistributedLayout::default() };
-            let keep = config.train.recompute;
+            let keep = config.train.gradient_checkpointing.into();
             let optimizer = config.train.optimizer;
             let shape = [1, 16, grad_accum];
             let spec = &spec;

@@ -156,7 +156,7 @@ def families():
     # Heads of 16 are the smallest that our own kernels rotate.
     wider = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
     narrow = ["--optimizer", "adamw8bit"]
-    dora = ["--lora", "r=4,alpha=8,dora"]
+    dora = ["--lora", "r=4,alpha=8,use_dora"]
     # Rows of whole blocks of Q4_K and Q6_K.
     blocks = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
     cases = (
@@ -303,7 +303,7 @@ def graphs():
         ("llama", llama, "fp16", [], 1),
         ("gemma3 with packed documents", gemma3, "bf16", ["--data", "SHORT", "--packing"], 1),
         ("llama with LoRA", llama, "bf16", ["--lora", "r=4,alpha=8"], 1),
-        ("gemma3 with DoRA", gemma3, "bf16", ["--lora", "r=4,alpha=8,dora"], 0),
+        ("gemma3 with DoRA", gemma3, "bf16", ["--lora", "r=4,alpha=8,use_dora"], 0),
     )
     for name, shape, dtype, more, recorded in cases:
         what = f"{name}, {dtype}, recorded passes"

@@ -27,7 +27,7 @@ TIMES = ["time", "tokens_per_s", "rss_bytes", "peak_rss_bytes", "cpu_seconds", "
 MPIRUN = [str(Path(__file__).resolve().parents[2] / ".ci/mpirun")]
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--plain",
          "--set", "train.eval_every=4", "--set", "train.eval_batches=5", "--set", "train.sample_tokens=0",
-         "--set", "telemetry.tensors_every=1", "--set", "telemetry.exponents_every=1"]
+         "--set", "telemetry.grad_stats_every=1", "--set", "telemetry.grad_histogram_every=1"]
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 64,
          "intermediate_size": 1100, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
@@ -116,11 +116,11 @@ def identical(program, full):
         "one-micro-batch": [*fp16, "--grad-accum", "1"],
         "seven-micro-batches": [*fp16, "--grad-accum", "7", "--set", "dropout.residual=0.1"],
         "predictive": [*fp16, "--set", "scaler.mode='predictive'"],
-        "fp8": [*fp16, "--set", "precision.fp8.block=1", "--set", "telemetry.variance_every=2"],
+        "fp8": [*fp16, "--set", "precision.fp8.block=1", "--set", "telemetry.grad_variance_every=2"],
         "fallback": [*fp16, "--set", "precision.fallback='layer'", "--set", "precision.fallback_overflows=1", "--set",
                      f"precision.fallback_max_scale={2**22}", "--set", "precision.fallback_cooldown=3"],
         "lora": [*fp16, *lora],
-        "dora": [*fp16, "--lora", "r=2,alpha=8,dora,save=ln_f"],
+        "dora": [*fp16, "--lora", "r=2,alpha=8,use_dora,modules_to_save=ln_f"],
         "probe": [*fp16, "--set", "telemetry.probe_every=3"],
         # llama's matrices have more than one block of 65,536 elements, so that shards are cut inside of them.
         "adamw8bit": [*families["llama"], "--dtype", "fp16", *policies["fp16"], "--optimizer", "adamw8bit"],

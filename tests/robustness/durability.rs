@@ -190,7 +190,7 @@ fn promise_5_the_last_save_is_tried_again_until_the_disk_takes_it() {
 fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_loss_is_told() {
     let fixture = CliFixture::in_memory();
     // The weights in FP16 have 1.6 MB, Adam's moments 6.5.
-    let line = format!("--run r --steps 3 --save-every 2 --set checkpoint.retry_s=1 {SMALL}");
+    let line = format!("--run r --steps 3 --save-every 2 --set checkpoint.final_save_retry_s=1 {SMALL}");
     let said = finetune(&fixture, "ulimit -f 4000", &line, 1);
     let run = fixture.run("r");
     let listed = list(&run).unwrap();

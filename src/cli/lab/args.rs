@@ -65,7 +65,7 @@ const OPTIONS: &[(&str, Control)] = &[
     ("growth_interval", control(Double(50)).start_from_run("50")),
     ("min_scale", control(Scale).start_from_run("1").rare()),
     ("hysteresis", control(Count(1)).within(1.0, f64::MAX).start_from_run("1").rare()),
-    ("hysteresis_refill", control(Among(&["growth", "clean"])).start_from_run("growth").rare()),
+    ("consecutive_hysteresis", control(Among(&["false", "true"])).start_from_run("false").rare()),
     ("on_overflow", control(Among(&["skip", "retry"])).start_from_run("skip").rare()),
     ("mode", control(Among(&["dynamic", "predictive"])).start_from_run("dynamic").rare()),
 ];

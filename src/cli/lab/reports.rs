@@ -196,7 +196,7 @@ impl MemoryArgs {
             },
             budget: self.memory,
             rank: self.rank,
-            keep: run.and_then(|run| run.setting("/train/recompute")).unwrap_or_default(),
+            keep: run.and_then(|run| run.setting::<bool>("/train/gradient_checkpointing")).unwrap_or_default().into(),
             extras: extras(run, &objective),
             process: program,
         };

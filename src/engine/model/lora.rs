@@ -46,11 +46,11 @@ impl Lora {
     }
 
     /// The layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one. Routers and experts have
-    /// the names of transformers' parameters. Fails with [`Error::Config`] for `lora.targets` naming one that matches no
+    /// the names of transformers' parameters. Fails with [`Error::Config`] for `lora.target_modules` naming one that matches no
     /// layer.
     pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         let linears = spec.adaptable_layers().into_iter().map(|adaptable| adaptable.layer).collect();
-        find(spec, &linears, "lora.targets", "linear layer of a block", targets)
+        find(spec, &linears, "lora.target_modules", "linear layer of a block", targets)
     }
 
     /// The layers that `modules` name; all have parameters. Fails with [`Error::Config`] if a name matches no layer, a tied
@@ -104,9 +104,12 @@ impl Lora {
 
     /// Rejects what PEFT has for linear layers only: dropout and DoRA. Fails with [`Error::Config`] naming the key.
     pub fn check_experts(&self) -> Result<()> {
-        let key = if self.dora { "lora.dora" } else { "lora.dropout" };
+        let key = if self.dora { "lora.use_dora" } else { "lora.dropout" };
         if (self.dora || self.dropout > 0.0) && self.targets.iter().any(|layer| is_parameter(layer.op)) {
-            return Err(Error::config(key, "is for linear layers only, but `lora.targets` names routers or experts"));
+            return Err(Error::config(
+                key,
+                "is for linear layers only, but `lora.target_modules` names routers or experts",
+            ));
         }
         Ok(())
     }
@@ -237,7 +240,7 @@ fn find(
     names: &[impl AsRef<str>],
 ) -> Result<BTreeSet<ModuleId>> {
     let mut found = BTreeSet::new();
-    let are_targets = key == "lora.targets";
+    let are_targets = key == "lora.target_modules";
     let name_of = |layer| if are_targets { target_name(spec, layer) } else { spec.layer_name(layer) };
     let among: Vec<(ModuleId, String)> = among.iter().map(|layer| (*layer, name_of(*layer))).collect();
     for name in names.iter().map(AsRef::as_ref) {

@@ -21,20 +21,23 @@ use crate::engine::kernels::rope::PositionIds;
 use crate::engine::kernels::view::{self, AllocFn};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
-use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Activation checkpointing: the activations that the forward pass keeps for the backward pass.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Checkpointing {
     /// Keeps every activation except the output of the MLP's activation function, which the backward pass recomputes.
     #[default]
-    #[serde(rename = "none")]
     None,
     /// Keeps the input of each block. The backward pass recomputes the rest (Chen et al., 2016).
-    #[serde(rename = "block")]
     PerBlock,
+}
+
+impl From<bool> for Checkpointing {
+    fn from(per_block: bool) -> Self {
+        if per_block { Self::PerBlock } else { Self::None }
+    }
 }
 
 /// The passes that buffers are for.

@@ -14,7 +14,7 @@ use std::ops::ControlFlow;
 /// Parameters without an effect at first, each with the parameter that enables it.
 const NEEDED: [(&str, &str, &str, &str); 5] = [
     ("scaler", "min_scale", "level", "18"),
-    ("scaler", "hysteresis_refill", "hysteresis", "2"),
+    ("scaler", "consecutive_hysteresis", "hysteresis", "2"),
     ("scaler", "spike", "spikes", "0.05"),
     ("scaler", "jump", "jump-at", "1000"),
     ("blocks", "remembered", "scheme", "delayed"),

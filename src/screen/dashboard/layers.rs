@@ -41,7 +41,7 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
         inner.glyph(axis.column(newest.log2()).clamp(from, to), y, '●', Role::Train);
     }
     let y = 1 + rows.min(units.len() as u16);
-    let nothing = "no variance was recorded: enable it with `--set telemetry.variance_every=20`";
+    let nothing = "no variance was recorded: enable it with `--set telemetry.grad_variance_every=20`";
     match axis {
         Some(axis) => axis.draw(&mut inner, y),
         None => drop(inner.text(1, y + 1, nothing, Role::Dim)),

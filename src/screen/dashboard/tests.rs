@@ -255,7 +255,7 @@ fn layers_have_types_variances_and_the_threshold() {
     assert!(view.scene.run().tensors.underflow_onsets.is_empty());
     press(&mut view, "3v");
     insta::assert_snapshot!("layers_unmeasured_80x24", folded(&picture(&view, COMPACT)));
-    assert_shows(&view, FULL, "no variance was recorded: enable it with `--set telemetry.variance_every=20`");
+    assert_shows(&view, FULL, "no variance was recorded: enable it with `--set telemetry.grad_variance_every=20`");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
 use crate::data::{LossOn, SampleKind};
-use crate::engine::model::{ALL_LINEAR, Checkpointing, ModelSpec};
+use crate::engine::model::{ALL_LINEAR, ModelSpec};
 use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{Interval, MOST, changed_keys, settings};
@@ -21,9 +21,10 @@ settings! {
             help("Tokens in a sequence");
         /// Micro-batches in a step.
         grad_accum: usize = 1, within(1.0, MOST), flag("grad-accum", Training, 1, "N");
-        /// Gradient checkpointing: the backward pass recomputes nothing (`none`) or everything inside a block (`block`). The
-        /// numbers are the same; a step needs less memory and takes about a third longer.
-        recompute: Checkpointing = Checkpointing::None;
+        /// Whether to keep only the input of each block for the backward pass, which computes the rest again. The numbers are
+        /// the same; a step needs less memory and takes about a third longer.
+        gradient_checkpointing: bool = false, flag("gradient-checkpointing", Training, 0, ""),
+            help("Keep only the input of each block for the backward pass, which computes the rest again");
         /// The turns of a chat, or the parts of a prompt with an answer, that count in the loss: `answers`, `last_answer`, or
         /// `all`.
         loss_on: LossOn = LossOn::Answers, fixed(), flag("loss-on", Text, 2, "PART"),
@@ -31,10 +32,10 @@ settings! {
         /// Whether to pack several short documents into a row. Attention stays within each document, and positions restart in each.
         packing: bool = false, fixed(), flag("packing", Training, 0, ""),
             help("Pack several short documents into a row, with separate attention and positions");
-        /// Whether to split a batch that does not fit into memory into smaller micro-batches, and to recompute blocks if needed.
+        /// Whether to split a batch that does not fit into memory into smaller micro-batches, with gradient checkpointing if needed.
         /// The run's configuration records the choice.
         auto_batch: bool = false, flag("auto-batch", Training, 0, ""),
-            help("Split a batch that does not fit into memory into micro-batches, and recompute blocks if needed");
+            help("Split a batch that does not fit into memory into micro-batches, with gradient checkpointing if needed");
         /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with one scale per block of 256.
         optimizer: OptimizerKind = OptimizerKind::AdamW, fixed(), flag("optimizer", Training, 4, "KIND"),
             help("How Adam's moments are stored: adamw (FP32) or adamw8bit");
@@ -71,6 +72,7 @@ settings! {
 
 settings! {
     /// LoRA adapters, trained instead of the model's weights. The base model is frozen and stored once, in the compute dtype.
+    /// Names are PEFT's.
     #[derive(Clone, Debug, PartialEq)]
     pub struct LoraSection {
         /// The rank; without it the full model is trained.
@@ -80,13 +82,13 @@ settings! {
         /// Dropout of the adapters' input.
         dropout: f64 = 0.0;
         /// Whether to divide `alpha` by the square root of the rank instead (rsLoRA).
-        rslora: bool = false, fixed();
+        use_rslora: bool = false, fixed();
         /// Whether to train the magnitude of each output's weights too (DoRA).
-        dora: bool = false, fixed();
+        use_dora: bool = false, fixed();
         /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the blocks. Routers and
         /// experts have the names of transformers' parameters, such as `experts.down_proj`.
-        targets: Vec<String> = vec![ALL_LINEAR.to_owned()], fixed();
-        /// Additional modules that are trained in full (PEFT's `modules_to_save`).
+        target_modules: Vec<String> = vec![ALL_LINEAR.to_owned()], fixed();
+        /// Additional modules that are trained in full.
         modules_to_save: Vec<String> = Vec::new(), fixed();
     }
 }
@@ -117,9 +119,9 @@ impl LoraSection {
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(Error::config("lora.dropout", format!("`{}` is not a probability in [0, 1)", self.dropout)));
         }
-        if self.targets.is_empty() {
+        if self.target_modules.is_empty() {
             let message = format!("is empty; list names such as `q_proj`, or use `{ALL_LINEAR}`");
-            return Err(Error::config("lora.targets", message));
+            return Err(Error::config("lora.target_modules", message));
         }
         Ok(())
     }
@@ -367,11 +369,11 @@ settings! {
         /// Whether to also keep the checkpoint with the best validation loss.
         keep_best: bool = true;
         /// Steps between weights-only checkpoints, or `epoch`; they are small but cannot be resumed. 0 for none.
-        weights_every: Interval = Interval::Steps(0);
+        save_weights_every: Interval = Interval::Steps(0);
         /// Number of weights-only checkpoints to keep, in addition to the best one with `keep_best`.
-        keep_weights: usize = 2, within(1.0, MOST);
+        keep_last_weights: usize = 2, within(1.0, MOST);
         /// Seconds to retry the last checkpoint of a run if it fails, before saving only the weights.
-        retry_s: u64 = 60;
+        final_save_retry_s: u64 = 60;
     }
 }
 
@@ -403,20 +405,20 @@ settings! {
         log_every: u64 = 128, flag("log-every", Along, 0, "N"),
             help("Steps between printed lines; slow steps print one every 10 s");
         /// Steps between tables of per-tensor gradient statistics; every overflow has one too.
-        tensors_every: u64 = 16;
+        grad_stats_every: u64 = 16;
         /// Steps between histograms of gradient exponents. On a GPU, candle's operations copy all gradients to the host for one;
         /// the custom kernels do not.
-        exponents_every: u64 = 1;
+        grad_histogram_every: u64 = 1;
         /// Steps between FP32 probes; 0 for none.
         probe_every: u64 = 0;
         /// Steps between measurements of each layer's gradient variance; 0 for none.
-        variance_every: u64 = 0;
+        grad_variance_every: u64 = 0;
         /// Steps between counts of the updates that change FP32 masters but not the 16-bit weights; 0 for none.
         lost_updates_every: u64 = 0;
         /// Steps between records of each layer's largest gradient; 0 for none.
-        layer_maxima_every: u64 = 0;
+        grad_max_every: u64 = 0;
         /// Whether to repeat the passes of an overflowing step to find the first non-finite tensor.
-        attribute_overflows: bool = true;
+        trace_overflows: bool = true;
         /// Whether to also write TensorBoard scalars and histograms, into `tensorboard` in the run's folder.
         tensorboard: bool = false;
     }

@@ -76,7 +76,7 @@ impl Trainer {
         };
         let counts = engine.update_counts.as_deref().unwrap_or_default();
         let lost_updates = records::sum(counts);
-        let due = counters.step.is_multiple_of(self.config.telemetry.tensors_every);
+        let due = counters.step.is_multiple_of(self.config.telemetry.grad_stats_every);
         let mut tensors = Vec::new();
         if overflow.is_some() || due || lost_updates.is_some() {
             let summaries = state.weights.layout().iter().zip(&engine.grad_stats.tensors);

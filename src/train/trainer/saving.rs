@@ -182,12 +182,12 @@ impl Trainer {
         Ok((report, Duration::ZERO))
     }
 
-    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the
+    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.final_save_retry_s` seconds, then tries the
     /// weights alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
         let began = Instant::now();
         let mut warned = false;
-        let limit = Duration::from_secs(self.config.checkpoint.retry_s);
+        let limit = Duration::from_secs(self.config.checkpoint.final_save_retry_s);
         let step = self.engine.state.counters.step;
         loop {
             let error = match self.save() {
@@ -253,7 +253,7 @@ impl Trainer {
         let Self { run, engine, micro_batches, tokenizer, aux_files, activity, config, progress, .. } = self;
         let last = match kind {
             CheckpointKind::Full => config.checkpoint.keep_last,
-            CheckpointKind::Weights => config.checkpoint.keep_weights,
+            CheckpointKind::Weights => config.checkpoint.keep_last_weights,
         };
         let keep = RetentionPolicy { last, best: config.checkpoint.keep_best };
         let run = run.as_mut()?;

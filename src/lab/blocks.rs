@@ -83,7 +83,6 @@ pub(crate) struct BlockScaling {
     pub(crate) tensor: Vec<f32>,
     pub(crate) amax: f32,
     /// The amax that delayed scaling uses.
-    #[serde(rename = "remembered")]
     pub(crate) stale_amax: f32,
     pub(crate) schemes: Vec<QuantizedTensor>,
     /// The scheme whose first block is shown.
@@ -123,7 +122,7 @@ impl BlockScaling {
         let stale_amax = amax * stale_amax;
         if amax > 0.0 && !(stale_amax > 0.0 && (448.0 / stale_amax).is_normal()) {
             let message = format!("an amax of {stale_amax:e} has no scale in FP32; use a factor nearer to 1");
-            return Err(Error::config("--remembered", message));
+            return Err(Error::config("--stale-amax", message));
         }
         let quantized = |scheme| QuantizedTensor::new(scheme, &tensor, columns, stale_amax);
         let schemes = Scheme::iter().map(quantized).collect();
@@ -331,9 +330,9 @@ mod tests {
         insta::assert_snapshot!("blocks", calm.page(80).text());
     }
 
-    /// Delayed scaling saturates above the remembered amax, and wastes range if that was larger.
+    /// Delayed scaling saturates above the stale amax, and wastes range if that was larger.
     #[test]
-    fn delayed_scaling_depends_on_the_remembered_amax() {
+    fn delayed_scaling_depends_on_the_stale_amax() {
         let cut = |stale_amax| of(&blocks(1.0, stale_amax), Scheme::Fp8Delayed).saturated;
         assert_eq!(cut(1.0), 0);
         assert!(cut(0.25) > 10);

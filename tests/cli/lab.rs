@@ -34,7 +34,7 @@ fn the_libraries_compute_the_same_figures() {
         "scaler --base growth_interval=50 --setting growth_interval=100 --seeds 100",
         "blocks",
         "blocks --outlier 10000 --seed 3",
-        "blocks --outlier 1e-3 --remembered 0.25 --columns 128",
+        "blocks --outlier 1e-3 --stale-amax 0.25 --columns 128",
     ];
     let reports: Map<String, Value> =
         views.iter().map(|typed| ((*typed).to_owned(), report(&fixture, typed))).collect();

@@ -179,7 +179,7 @@ def blocks(report):
         amax = parts.abs().amax(1, keepdim=True)
         if name.startswith("fp8"):
             if name == "fp8_delayed":
-                amax = torch.full_like(amax, report["remembered"])
+                amax = torch.full_like(amax, report["stale_amax"])
             # A number over a tensor would be its reciprocal times the number.
             factor = torch.full_like(amax, 448.0) / amax
             theirs = (parts * factor).to(e4m3).view(torch.uint8)

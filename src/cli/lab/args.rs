@@ -111,7 +111,7 @@ pub(super) struct BlocksArgs {
     pub(super) outlier: f64,
     /// The amax that delayed scaling uses, as a factor on the tensor's actual one
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, add = control(Scale))]
-    pub(super) remembered: f64,
+    pub(super) stale_amax: f64,
     /// Rows of the tensor, without a run
     #[arg(long, default_value_t = 8, add = control(Double(8)))]
     pub(super) rows: usize,

@@ -69,7 +69,7 @@ impl BlocksArgs {
         const MAX_VALUES: usize = 1 << 20;
         if let Some(run) = run {
             let (source, tensor, shape) = run.matrix(MAX_VALUES)?;
-            return BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme);
+            return BlockScaling::new(source, tensor, shape, self.stale_amax as f32, self.scheme);
         }
         if self.rows == 0 {
             return Err(Error::config("--rows", "must be at least 1"));
@@ -81,7 +81,7 @@ impl BlocksArgs {
         let shape = [self.rows, self.columns];
         let tensor = normal_tensor(shape, self.outlier as f32, self.seed);
         let source = format!("normal, seed {}, outlier × {}", self.seed, self.outlier);
-        BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme)
+        BlockScaling::new(source, tensor, shape, self.stale_amax as f32, self.scheme)
     }
 }
 

@@ -17,7 +17,7 @@ const NEEDED: [(&str, &str, &str, &str); 5] = [
     ("scaler", "consecutive_hysteresis", "hysteresis", "2"),
     ("scaler", "spike", "spikes", "0.05"),
     ("scaler", "jump", "jump-at", "1000"),
-    ("blocks", "remembered", "scheme", "delayed"),
+    ("blocks", "stale-amax", "scheme", "delayed"),
 ];
 
 struct ViewHarness<'a, 'e> {

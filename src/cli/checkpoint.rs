@@ -205,7 +205,8 @@ fn describe_state(checkpoint: &Checkpoint, say: &mut dyn FnMut(&str, String)) {
     if !fallen.is_empty() {
         say("fallback", fallen.join(", "));
     }
-    say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.row));
+    let position = state.data_position;
+    say("position", format!("epoch {}, row {}", position.epoch, position.row));
     say("seed", state.seed.to_string());
     if let Some(best) = state.best {
         let others = checkpoint.path().parent().and_then(|run| list(run).ok()).unwrap_or_default();

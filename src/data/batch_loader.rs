@@ -157,7 +157,6 @@ pub struct DataPosition {
     /// Epochs completed.
     pub epoch: u64,
     /// Rows of the running epoch already handed out; a pair counts as one.
-    #[serde(rename = "window")]
     pub row: u64,
     /// The batch size that the rows of the running epoch are sorted for; 0 for the run's, or if rows are not sorted. A resumed
     /// run may have a different one.

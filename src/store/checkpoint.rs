@@ -13,7 +13,7 @@
 //! A save writes into a hidden sibling, syncs files and folder, renames it to its final name, syncs the parent, then
 //! updates `latest`; a deletion renames to a hidden name first. So a directory with a visible name is complete, and the
 //! next [`Run::open`] removes hidden directories, which remain after a kill. Checkpoints are ordered by their
-//! manifests' [`sequence`](Manifest::sequence), not by the clock.
+//! manifests' [`save_index`](Manifest::save_index), not by the clock.
 
 mod compare;
 mod disk;

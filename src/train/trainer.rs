@@ -274,11 +274,11 @@ impl Trainer {
         self.check_base(checkpoint)?;
         state.check_fingerprint(&self.fingerprint, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
-        let mut cursor = state.cursor;
-        if cursor.sorted_for == 0 {
-            cursor.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
+        let mut position = state.data_position;
+        if position.sorted_for == 0 {
+            position.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
         }
-        self.loader.seek(cursor)?;
+        self.loader.seek(position)?;
         self.count_extra_steps(state);
         if state.step > self.total_steps {
             let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };
@@ -548,16 +548,16 @@ impl Trainer {
         let began = Instant::now();
         let next = self.engine.state.counters.step + 1;
         let retry = self.progress.retry.take();
-        let cursor = retry.unwrap_or_else(|| self.next_batches());
+        let position = retry.unwrap_or_else(|| self.next_batches());
         if let Err(error) = self.loader.check() {
             // The step has not begun, so a resumed run repeats it.
-            self.loader.seek(cursor)?;
+            self.loader.seek(position)?;
             return Err(error);
         }
         let probe = probe || is_multiple(next, self.config.telemetry.probe_every);
         self.broadcast(&LeaderMessage::Step { probe })?;
         if retry.is_none() {
-            self.sample_completions(cursor)?;
+            self.sample_completions(position)?;
         }
         if probe {
             self.probe()?;
@@ -580,7 +580,7 @@ impl Trainer {
         self.measure_after_last(&report)?;
         self.log_throughput(report.targets);
         let elapsed = began.elapsed().saturating_sub(waited);
-        let diverged = self.log_step(cursor, &report, first_nonfinite.map(|(found, _)| found), elapsed);
+        let diverged = self.log_step(position, &report, first_nonfinite.map(|(found, _)| found), elapsed);
         for event in events {
             self.emitter.emit(event);
         }
@@ -590,9 +590,9 @@ impl Trainer {
     /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
     /// has a target: samples without one are in no row.
     fn next_batches(&mut self) -> DataPosition {
-        let cursor = self.loader.position();
+        let position = self.loader.position();
         if self.has_kept_completions() {
-            return cursor;
+            return position;
         }
         for batch in &mut self.micro_batches {
             if self.rollouts.is_some() {
@@ -603,7 +603,7 @@ impl Trainer {
                 break;
             }
         }
-        cursor
+        position
     }
 
     /// Whether the next step uses the completions of the last one.

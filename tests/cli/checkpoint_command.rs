@@ -60,7 +60,7 @@ fn show_prints_the_contents_of_a_checkpoint() {
         "policy       p=f32,c=f16,g=f16,r=f32",
         "step         4, 3 of them applied",
         "loss scale   2^16, 1 clean steps",
-        "cursor       epoch 0, window 4",
+        "position     epoch 0, row 4",
         "validation   loss 2.5000",
         "file         optimizer.safetensors",
     ] {

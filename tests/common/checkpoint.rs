@@ -57,7 +57,7 @@ impl Sample {
             base: None,
             reference: None,
             rollouts: None,
-            cursor: DataPosition { row: step, ..DataPosition::default() },
+            data_position: DataPosition { row: step, ..DataPosition::default() },
             schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,

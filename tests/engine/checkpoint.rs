@@ -158,7 +158,7 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
         "step-000006/model.safetensors`: its contents changed",
         "step-000005/optimizer.safetensors`: it has 99 bytes instead of",
         "step-000004/manifest.json`: it is missing",
-        "step-000003/manifest.json`: format version 9 is newer than 2",
+        "step-000003/manifest.json`: format version 9 is newer than 3",
     ]) {
         assert!(said.contains(expected), "{said}");
     }

@@ -114,8 +114,8 @@ fn invalid_resumes() {
     train(&fixture, "good");
     train(&fixture, "future");
     let manifest = fixture.path("checkpoints/future/step-000001/manifest.json");
-    let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 2", "\"format_version\": 99");
-    fs::write(&manifest, newer.replace("\"format_version\":2", "\"format_version\":99")).unwrap();
+    let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 3", "\"format_version\": 99");
+    fs::write(&manifest, newer.replace("\"format_version\":3", "\"format_version\":99")).unwrap();
     train(&fixture, "broken");
     let weights = fixture.path("checkpoints/broken/step-000001/master.safetensors");
     let mut bytes = fs::read(&weights).unwrap();

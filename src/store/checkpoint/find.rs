@@ -20,8 +20,8 @@ pub struct CheckpointEntry {
 }
 
 impl CheckpointEntry {
-    fn sequence(&self) -> Option<u64> {
-        self.manifest.as_ref().ok().map(|manifest| manifest.sequence)
+    fn save_index(&self) -> Option<u64> {
+        self.manifest.as_ref().ok().map(|manifest| manifest.save_index)
     }
 
     /// Its validation loss, if it was measured.
@@ -87,8 +87,9 @@ pub fn best(run: &Path) -> Result<PathBuf> {
 /// The checkpoints of a run that have a validation loss, lowest first. Leaves out those that a resume from an older step
 /// has abandoned: a newer one has an earlier step.
 pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEntry> {
-    let is_abandoned =
-        |one: &CheckpointEntry| listed.iter().any(|other| other.step < one.step && other.sequence() > one.sequence());
+    let is_abandoned = |one: &CheckpointEntry| {
+        listed.iter().any(|other| other.step < one.step && other.save_index() > one.save_index())
+    };
     let with_loss = listed.iter().filter_map(|one| Some((one.validation_loss()?, one)));
     let mut found: Vec<_> = with_loss.filter(|(_, one)| !is_abandoned(one)).collect();
     // The sort is stable, and full checkpoints are listed before weights of the same step.
@@ -96,17 +97,17 @@ pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEn
     found.into_iter().map(|(_, one)| one)
 }
 
-/// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and
+/// Sorts the result of [`list`] by save index, newest first. A checkpoint with an unreadable manifest has no save index and
 /// is assumed to follow the previous one by step.
 fn newest_first(listed: Vec<CheckpointEntry>) -> Vec<CheckpointEntry> {
     let mut before = 0;
     let mut keyed: Vec<(u64, CheckpointEntry)> = Vec::with_capacity(listed.len());
     for one in listed {
-        before = one.sequence().unwrap_or(before);
+        before = one.save_index().unwrap_or(before);
         keyed.push((before, one));
     }
     // The sort is stable, so equal keys stay ordered by step.
-    keyed.sort_by_key(|(sequence, _)| *sequence);
+    keyed.sort_by_key(|(save_index, _)| *save_index);
     keyed.into_iter().rev().map(|(_, one)| one).collect()
 }
 
@@ -127,7 +128,7 @@ pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Resul
     let is_whole = |one: &CheckpointEntry| one.kind == kind && is_complete(one);
     let best = by_loss(&listed).find(|one| is_whole(one)).filter(|_| keep.best).map(|one| one.path.clone());
     listed.retain(is_whole);
-    listed.sort_by_key(CheckpointEntry::sequence);
+    listed.sort_by_key(CheckpointEntry::save_index);
     let wanted = keep.last.max(1);
     if listed.len() <= wanted {
         return Ok(Vec::new());
@@ -150,18 +151,18 @@ fn is_complete(CheckpointEntry { path, manifest, .. }: &CheckpointEntry) -> bool
 /// The run in `folder` that saved last, or that was started since then. Fails with [`Error::Checkpoint`] if there is no
 /// run; [`Error::Io`] if the folder cannot be listed.
 pub fn latest_run(folder: &Path) -> Result<PathBuf> {
-    let newest = runs(folder)?.into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
+    let newest = runs(folder)?.into_iter().max_by_key(|(path, save_index)| (*save_index, path.clone()));
     newest
         .map(|(path, _)| path)
         .ok_or_else(|| Error::checkpoint(folder, "this folder contains no run yet; start one without `--resume`"))
 }
 
-/// The largest sequence in any run of `folder`; 0 without runs, or if it cannot be listed.
-pub(super) fn max_sequence(folder: &Path) -> u64 {
-    runs(folder).unwrap_or_default().into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
+/// The largest save index in any run of `folder`; 0 without runs, or if it cannot be listed.
+pub(super) fn max_save_index(folder: &Path) -> u64 {
+    runs(folder).unwrap_or_default().into_iter().map(|(_, save_index)| save_index).max().unwrap_or(0)
 }
 
-/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start; none
+/// The runs in a folder, each with the largest save index of its checkpoints or, before the first, of its start; none
 /// if the folder does not exist. Skips unreadable folders within it, which may not be runs.
 fn runs(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
     let entries = match std::fs::read_dir(folder) {
@@ -169,12 +170,12 @@ fn runs(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
         entries => entries.map_err(Error::io("list", folder))?,
     };
     let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
-    Ok(folders.filter_map(|path| newest_of(&path).map(|sequence| (path, sequence))).collect())
+    Ok(folders.filter_map(|path| newest_of(&path).map(|save_index| (path, save_index))).collect())
 }
 
 fn newest_of(run: &Path) -> Option<u64> {
     let listed = list(run).ok()?;
-    let saved = listed.iter().map(|one| one.sequence().unwrap_or(0)).max();
+    let saved = listed.iter().map(|one| one.save_index().unwrap_or(0)).max();
     // A run without checkpoints can only be started over if it has its configuration.
     saved.or_else(|| opened_at(run).filter(|_| run.join("config.toml").is_file()))
 }

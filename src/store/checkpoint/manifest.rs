@@ -24,8 +24,8 @@ pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 /// The common prefix of both moments' names.
 pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
-/// Larger sequences are rejected as forged, because incrementing them could overflow.
-pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
+/// Larger indices are rejected as forged, because incrementing them could overflow.
+pub(super) const MAX_SAVE_INDEX: u64 = u64::MAX / 2;
 
 const MAX_BYTES: u64 = 1 << 20;
 
@@ -85,9 +85,9 @@ pub struct Manifest {
     pub kind: CheckpointKind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// The order of saves, independent of the clock: larger than the sequence of every earlier checkpoint of this run,
+    /// The order of saves, independent of the clock: larger than the save index of every earlier checkpoint of this run,
     /// and of every checkpoint in a sibling run when this run was opened.
-    pub sequence: u64,
+    pub save_index: u64,
     /// Validation loss of these weights in nats per token, if it was measured.
     pub validation_loss: Option<f64>,
     /// The other files of the directory.
@@ -143,8 +143,8 @@ impl Manifest {
         if manifest.checksum().map_err(|error| error.to_string())? != checksum {
             return Err("its contents changed since it was written (its checksum differs)".into());
         }
-        if manifest.sequence > MAX_SEQUENCE {
-            return Err(format!("the sequence number {} is too large", manifest.sequence));
+        if manifest.save_index > MAX_SAVE_INDEX {
+            return Err(format!("the save index {} is too large", manifest.save_index));
         }
         let expected = manifest.kind.files(manifest.has_adapters());
         let known = |name: &str| expected.contains(&name) || AuxFiles::NAMES.contains(&name);
@@ -169,7 +169,6 @@ impl Manifest {
 struct ManifestFile {
     format_version: u32,
     manifest: Manifest,
-    #[serde(rename = "seal")]
     checksum: String,
 }
 
@@ -187,7 +186,7 @@ mod tests {
 
     fn manifest(kind: CheckpointKind) -> Manifest {
         let files = kind.files(false).iter().map(|name| ((*name).to_owned(), Digest::of(name.as_bytes()))).collect();
-        Manifest { kind, step: 128, sequence: 3, validation_loss: Some(2.5), files }
+        Manifest { kind, step: 128, save_index: 3, validation_loss: Some(2.5), files }
     }
 
     #[test]
@@ -207,10 +206,10 @@ mod tests {
     }
 
     #[test]
-    fn a_forged_sequence_is_rejected() {
-        for (sequence, fine) in [(MAX_SEQUENCE, true), (MAX_SEQUENCE + 1, false), (u64::MAX, false)] {
-            let text = Manifest { sequence, ..manifest(CheckpointKind::Full) }.to_json().unwrap();
-            assert_eq!(Manifest::from_json(&text).is_ok(), fine, "{sequence}");
+    fn a_forged_save_index_is_rejected() {
+        for (save_index, fine) in [(MAX_SAVE_INDEX, true), (MAX_SAVE_INDEX + 1, false), (u64::MAX, false)] {
+            let text = Manifest { save_index, ..manifest(CheckpointKind::Full) }.to_json().unwrap();
+            assert_eq!(Manifest::from_json(&text).is_ok(), fine, "{save_index}");
         }
     }
 

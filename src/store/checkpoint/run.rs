@@ -1,8 +1,8 @@
 //! A run's folder, locked by one process at a time: saves and removes checkpoints.
 
 use super::disk::Disk;
-use super::find::{RetentionPolicy, expired, list, max_sequence};
-use super::manifest::{CheckpointKind, MANIFEST, MAX_SEQUENCE, Manifest};
+use super::find::{RetentionPolicy, expired, list, max_save_index};
+use super::manifest::{CheckpointKind, MANIFEST, MAX_SAVE_INDEX, Manifest};
 use super::save::Contents;
 use crate::{Error, Result, temporary, untrusted};
 use std::ffi::OsStr;
@@ -23,8 +23,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct Run {
     path: PathBuf,
     disk: Disk,
-    /// The sequence of the last save, or of the opening before the first save.
-    sequence: u64,
+    /// The save index of the last save, or of the opening before the first save.
+    save_index: u64,
     lock: File,
 }
 
@@ -81,11 +81,11 @@ impl Run {
 
     fn acquire(path: PathBuf, disk: Disk) -> Result<Self> {
         let mut lock = lock(&path)?;
-        let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(max_sequence));
-        let sequence = neighbours.unwrap_or(0) + 1;
+        let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(max_save_index));
+        let save_index = neighbours.unwrap_or(0) + 1;
         // Ignore errors: opening a run must work on a full disk, so that it can be pruned.
-        let _ = write_lock_info(&mut lock, sequence);
-        let run = Self { path, disk, sequence, lock };
+        let _ = write_lock_info(&mut lock, save_index);
+        let run = Self { path, disk, save_index, lock };
         run.clear_leftovers()?;
         Ok(run)
     }
@@ -116,8 +116,8 @@ impl Run {
         // Files left by a save that failed on a full disk take the space for this one.
         self.clear_leftovers()?;
         // Incremented even if this save fails: no two checkpoints ever share a number.
-        self.sequence += 1;
-        let manifest = contents.write(&self.disk, &temporary, kind, self.sequence).inspect_err(|_| {
+        self.save_index += 1;
+        let manifest = contents.write(&self.disk, &temporary, kind, self.save_index).inspect_err(|_| {
             // Report the original error; if this removal fails too, the next save retries it.
             let _ = self.disk.remove(&temporary);
         })?;
@@ -262,12 +262,12 @@ pub fn is_in_use(folder: &Path) -> bool {
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
-/// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock
+/// Writes the process id (for the message above) and the save index (the age of a run without checkpoints) into the lock
 /// file.
-fn write_lock_info(file: &mut File, sequence: u64) -> std::io::Result<()> {
+fn write_lock_info(file: &mut File, save_index: u64) -> std::io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;
-    writeln!(file, "{} {sequence}", std::process::id())
+    writeln!(file, "{} {save_index}", std::process::id())
 }
 
 fn lock_info(run: &Path) -> Option<String> {
@@ -279,7 +279,7 @@ pub fn noted_end(run: &Path) -> Option<String> {
     lock_info(run)?.lines().nth(1).map(str::to_owned)
 }
 
-/// The sequence at which a run was last opened.
+/// The save index at which a run was last opened.
 pub(super) fn opened_at(run: &Path) -> Option<u64> {
-    lock_info(run)?.split_whitespace().nth(1)?.parse().ok().filter(|sequence| *sequence <= MAX_SEQUENCE)
+    lock_info(run)?.split_whitespace().nth(1)?.parse().ok().filter(|save_index| *save_index <= MAX_SAVE_INDEX)
 }

@@ -81,7 +81,13 @@ pub struct Contents<'a> {
 impl Contents<'_> {
     /// Writes and syncs every file of a checkpoint of `kind` into the new folder `directory`. The manifest comes last:
     /// a directory without one is not a checkpoint.
-    pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: CheckpointKind, sequence: u64) -> Result<Manifest> {
+    pub(super) fn write(
+        &self,
+        disk: &Disk,
+        directory: &Path,
+        kind: CheckpointKind,
+        save_index: u64,
+    ) -> Result<Manifest> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
         let mut done = 0;
@@ -95,7 +101,7 @@ impl Contents<'_> {
         let manifest = Manifest {
             kind,
             step: self.state.step,
-            sequence,
+            save_index,
             validation_loss: self.state.validation_loss.filter(|loss| loss.is_finite()),
             files,
         };

@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes, the only one
 /// that it reads.
-pub const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Maximum size of the file. Completions for later steps, about 100 bytes per token, are its largest part.
 pub(super) const MAX_BYTES: u64 = 128 << 20;
@@ -31,7 +31,6 @@ pub struct State {
     /// The seed of every random stream.
     pub seed: u64,
     /// The settings that must not change when a run is resumed.
-    #[serde(rename = "identity")]
     pub fingerprint: Fingerprint,
     /// The base that adapters were trained over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,7 +44,7 @@ pub struct State {
     #[serde(default, deserialize_with = "one_or_more", skip_serializing_if = "Vec::is_empty")]
     pub fp8: Vec<Fp8State>,
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
-    #[serde(default, rename = "touched", skip_serializing_if = "BTreeSet::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub underflowed_params: BTreeSet<String>,
     /// SHA-256 of the weights of the objective's reference.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -54,7 +53,7 @@ pub struct State {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rollouts: Option<Value>,
     /// The start of the next training batch.
-    pub cursor: DataPosition,
+    pub data_position: DataPosition,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
     /// Validation loss at this step, if it was measured, in nats per token.
@@ -63,7 +62,6 @@ pub struct State {
     /// The best validation so far.
     pub best: Option<Best>,
     /// Validations since then, counted for early stopping.
-    #[serde(rename = "looks_without_best")]
     pub early_stopping_counter: u64,
 }
 
@@ -197,7 +195,7 @@ mod tests {
             base: None,
             reference: None,
             rollouts: None,
-            cursor: DataPosition { epoch: 1, row: 2, sorted_for: 8 },
+            data_position: DataPosition { epoch: 1, row: 2, sorted_for: 8 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),
@@ -227,10 +225,10 @@ mod tests {
     #[test]
     fn another_format_is_rejected_before_its_fields_are_read() {
         let message = State::from_json(br#"{"format_version": 1, "qubits": 7}"#).unwrap_err();
-        assert!(message.contains("format version 1 is older than 2"), "{message}");
+        assert!(message.contains("format version 1 is older than 3"), "{message}");
+        let message = State::from_json(br#"{"format_version": 4, "qubits": 7}"#).unwrap_err();
+        assert!(message.contains("format version 4 is newer than 3"), "{message}");
         let message = State::from_json(br#"{"format_version": 3, "qubits": 7}"#).unwrap_err();
-        assert!(message.contains("format version 3 is newer than 2"), "{message}");
-        let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
         assert!(message.contains("unknown field `qubits`"), "{message}");
     }
 

@@ -139,10 +139,10 @@ impl Trainer {
     /// the next one.
     pub fn bisect(&mut self, dtype: Dtype, tolerance: f64, activity: &Activity) -> Result<Bisection> {
         self.prepare_reference()?;
-        let cursor = self.next_batches();
+        let position = self.next_batches();
         self.loader.check()?;
-        self.sample_completions(cursor)?;
-        self.progress.retry = Some(cursor);
+        self.sample_completions(position)?;
+        self.progress.retry = Some(position);
         let batches = batches_in_step(&self.micro_batches);
         if let Some(begin) = self.callbacks.begin {
             begin(&mut self.engine, batches)?;

@@ -29,11 +29,11 @@ const NOTABLE_RATE: f64 = 1.1;
 const RATE_STEPS: f64 = 10.0;
 
 impl Trainer {
-    /// Logs a step of duration `elapsed` on the batches starting at `cursor`, and schedules their repetition if the scaler retries. Returns the
+    /// Logs a step of duration `elapsed` on the batches starting at `position`, and schedules their repetition if the scaler retries. Returns the
     /// error if training diverged.
     pub(super) fn log_step(
         &mut self,
-        cursor: DataPosition,
+        position: DataPosition,
         report: &StepReport,
         origin: Option<FirstNonFinite>,
         elapsed: Duration,
@@ -41,7 +41,7 @@ impl Trainer {
         let skipped = report.outcome == StepOutcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtMinScale { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
-            self.progress.retry = Some(cursor);
+            self.progress.retry = Some(position);
         }
         self.progress.last_loss = Some(report.loss);
         let (state, grad_stats) = (&self.engine.state, &self.engine.grad_stats);

@@ -20,8 +20,8 @@ pub(super) struct RolloutLog {
 }
 
 impl Trainer {
-    /// Replaces the prompts of the step that begins at `cursor` by completions, if the objective samples them.
-    pub(super) fn sample_completions(&mut self, cursor: DataPosition) -> Result<()> {
+    /// Replaces the prompts of the step that begins at `position` by completions, if the objective samples them.
+    pub(super) fn sample_completions(&mut self, position: DataPosition) -> Result<()> {
         let Some(rollouts) = &mut self.rollouts else { return Ok(()) };
         if rollouts.has_kept() {
             rollouts.reuse(&mut self.micro_batches);
@@ -40,7 +40,7 @@ impl Trainer {
             }
             Err(error) => {
                 // The step has not begun, so a resumed run repeats it.
-                self.loader.seek(cursor)?;
+                self.loader.seek(position)?;
                 Err(error)
             }
         }

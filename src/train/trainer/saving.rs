@@ -360,10 +360,10 @@ impl Trainer {
         let counters = self.engine.state.counters;
         let retry = self.progress.retry;
         let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
-        let mut cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
+        let mut position = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
         let train = &self.config.train;
-        if cursor.sorted_for == train.batch_size as u64 {
-            cursor.sorted_for = 0;
+        if position.sorted_for == train.batch_size as u64 {
+            position.sorted_for = 0;
         }
         let mut schedule = json!({
             "total_steps": self.total_steps,
@@ -391,7 +391,7 @@ impl Trainer {
             base: self.base.clone(),
             reference: self.reference_sha256.clone(),
             rollouts: rollouts.map(serde_json::to_value).transpose().map_err(Error::engine)?,
-            cursor,
+            data_position: position,
             schedule,
             validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,

@@ -71,13 +71,13 @@ Examples:
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 120, after_help = EXAMPLES)]
 struct Cli {
     #[command(subcommand)]
-    command: Option<Command>,
+    command: Option<CliCommand>,
     #[command(flatten)]
     train: train::TrainArgs,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CliCommand {
     /// List the runs, or delete some
     Runs(runs::RunsArgs),
     /// Show the dashboard of a run in another process, or of a finished one
@@ -278,7 +278,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     if !group.is_leader() {
         // Only the leader runs commands that do not train.
         return match cli.command {
-            None | Some(Command::Verify(_)) => train::run_worker(group).map(|()| ExitCode::SUCCESS),
+            None | Some(CliCommand::Verify(_)) => train::run_worker(group).map(|()| ExitCode::SUCCESS),
             Some(_) => Ok(ExitCode::SUCCESS),
         };
     }
@@ -293,36 +293,36 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     };
     let out = &mut SanitizingWriter::new(stdout());
     match command {
-        Command::Generate(args) => {
+        CliCommand::Generate(args) => {
             done(model::on_threads(args.model.threads, || generate::run(&args, &mut on_terminal())))
         }
-        Command::Chat(args) => done(model::on_threads(args.model.threads, || chat::run(&args, &mut on_terminal()))),
-        Command::Eval(args) => done(model::on_threads(args.model.threads, || eval::run(&args, out))),
-        Command::Data(args) => done(data::run(&args, &mut stdout())),
-        Command::Fp16Check(args) => fp16_check::run(&args, out),
-        Command::Bisect(args) => bisect::run(&args, &mut in_pipe()),
-        Command::Mismatch(args) => done(mismatch::run(&args, out)),
-        Command::Export(args) => done(export::run(&args, out)),
-        Command::Merge(args) => done(merge::run(&args, out)),
-        Command::ExportMetrics(args) => done(export_metrics::run(&args, out)),
-        Command::Report(args) => done(report::run(&args, out)),
-        Command::Config(args) => {
+        CliCommand::Chat(args) => done(model::on_threads(args.model.threads, || chat::run(&args, &mut on_terminal()))),
+        CliCommand::Eval(args) => done(model::on_threads(args.model.threads, || eval::run(&args, out))),
+        CliCommand::Data(args) => done(data::run(&args, &mut stdout())),
+        CliCommand::Fp16Check(args) => fp16_check::run(&args, out),
+        CliCommand::Bisect(args) => bisect::run(&args, &mut in_pipe()),
+        CliCommand::Mismatch(args) => done(mismatch::run(&args, out)),
+        CliCommand::Export(args) => done(export::run(&args, out)),
+        CliCommand::Merge(args) => done(merge::run(&args, out)),
+        CliCommand::ExportMetrics(args) => done(export_metrics::run(&args, out)),
+        CliCommand::Report(args) => done(report::run(&args, out)),
+        CliCommand::Config(args) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
             // Escaped characters are valid TOML.
             done(out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout))
         }
-        Command::Lab(args) => done(lab::run(&args, &mut in_pipe())),
-        Command::Compare(args) => done(compare::run(&args, &mut in_pipe())),
-        Command::Doctor(args) => done(doctor::run(&args, out)),
-        Command::Completions(args) => done(completions::completions(definition(), &args, &mut stdout())),
-        Command::Man => done(completions::man(definition(), &mut stdout())),
-        Command::Bench(args) => bench::run(&args, out),
-        Command::Runs(args) => done(runs::run(&args, out)),
-        Command::Checkpoint(args) => checkpoint::run(&args, out),
-        Command::Verify(args) => verify::run(&args, group, out),
-        Command::VerifyDistributed(args) => verify_distributed::run(&args, out),
-        Command::Watch(args) => done(watch::run(&args)),
+        CliCommand::Lab(args) => done(lab::run(&args, &mut in_pipe())),
+        CliCommand::Compare(args) => done(compare::run(&args, &mut in_pipe())),
+        CliCommand::Doctor(args) => done(doctor::run(&args, out)),
+        CliCommand::Completions(args) => done(completions::completions(definition(), &args, &mut stdout())),
+        CliCommand::Man => done(completions::man(definition(), &mut stdout())),
+        CliCommand::Bench(args) => bench::run(&args, out),
+        CliCommand::Runs(args) => done(runs::run(&args, out)),
+        CliCommand::Checkpoint(args) => checkpoint::run(&args, out),
+        CliCommand::Verify(args) => verify::run(&args, group, out),
+        CliCommand::VerifyDistributed(args) => verify_distributed::run(&args, out),
+        CliCommand::Watch(args) => done(watch::run(&args)),
     }
 }
 

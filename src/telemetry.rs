@@ -33,7 +33,7 @@ pub use log::{Detail, EventLog, Poll, Tail, for_each, last_records, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, allowed_cpus, available_bytes, cpu_name, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
-    Curves, EventRow, Layer, OverflowRow, PLOTTED, Phase, Plotted, ProbeTotals, Quantity, RunMetrics, RunState,
+    Curves, EventRow, LayerStats, OverflowRow, PLOTTED, Phase, Plotted, ProbeTotals, Quantity, RunMetrics, RunState,
     SMOOTHING, SampleRow, TensorRow, Tensors, smoothing_for,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StepSeries};

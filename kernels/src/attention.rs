@@ -123,7 +123,7 @@ pub(crate) const PAD: usize = 16;
 
 /// One sequence, with padded sizes.
 #[derive(Clone, Copy)]
-struct Sequence<'a> {
+struct PaddedSequence<'a> {
     shape: AttentionShape,
     b: usize,
     /// For each row, the index of its document's first token.
@@ -136,7 +136,7 @@ struct Sequence<'a> {
     size: usize,
 }
 
-impl<'a> Sequence<'a> {
+impl<'a> PaddedSequence<'a> {
     fn new(shape: AttentionShape, b: usize, documents: Option<&'a [u32]>) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
         let documents = documents.map(|starts| &starts[b * shape.seq_len..][..shape.seq_len]);
@@ -155,10 +155,10 @@ impl<'a> Sequence<'a> {
     }
 
     /// The blocks of queries, in order.
-    fn blocks(self) -> impl Iterator<Item = Block> {
+    fn blocks(self) -> impl Iterator<Item = QueryBlock> {
         (0..self.shape.seq_len).step_by(QUERIES).map(move |first| {
             let lowest = self.first_key(first) / PAD * PAD;
-            Block { first, lowest, keys: first + QUERIES - lowest }
+            QueryBlock { first, lowest, keys: first + QUERIES - lowest }
         })
     }
 
@@ -201,7 +201,7 @@ impl<'a> Sequence<'a> {
 
 /// [`QUERIES`] neighbouring queries, and the keys that they attend to.
 #[derive(Clone, Copy)]
-struct Block {
+struct QueryBlock {
     /// The first query.
     first: usize,
     /// The first key of any of them, rounded down to the padding.
@@ -232,7 +232,7 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
         write_f32(lse, |lse| {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
-                let sequence = Sequence::new(shape, b, operands.documents);
+                let sequence = PaddedSequence::new(shape, b, operands.documents);
                 isa::vectorize!(forward_head(sequence, head, &inputs, out, lse));
             });
         })
@@ -240,8 +240,14 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
 }
 
 #[inline(always)]
-fn forward_head(sequence: Sequence<'_>, head: usize, inputs: &Inputs<'_>, out: ColumnWriter<'_>, lse: &mut [f32]) {
-    let Sequence { shape, b, row, size, .. } = sequence;
+fn forward_head(
+    sequence: PaddedSequence<'_>,
+    head: usize,
+    inputs: &Inputs<'_>,
+    out: ColumnWriter<'_>,
+    lse: &mut [f32],
+) {
+    let PaddedSequence { shape, b, row, size, .. } = sequence;
     let AttentionShape { seq_len, head_size, softcap, .. } = shape;
     let [queries, keys, values] = inputs.qkv;
     let kv_head = head / (shape.heads / shape.kv_heads);
@@ -256,7 +262,7 @@ fn forward_head(sequence: Sequence<'_>, head: usize, inputs: &Inputs<'_>, out: C
             sequence.load(queries, head, shape.scale, q);
             sequence.load(values, kv_head, 1.0, v);
             let mut totals = [0.0; QUERIES];
-            for Block { first, lowest, keys } in sequence.blocks() {
+            for QueryBlock { first, lowest, keys } in sequence.blocks() {
                 let (q, kt) = (by_rows(&q[first * size..], size), in_panels(&kt[lowest * size..], size));
                 multiply([QUERIES, size, keys], q, kt, overwrite(p, row));
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
@@ -340,7 +346,7 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     write_columns(gradients, |gradients| {
         (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
             let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
-            let sequence = Sequence::new(shape, b, operands.documents);
+            let sequence = PaddedSequence::new(shape, b, operands.documents);
             isa::vectorize!(backward_group(sequence, kv_head, &saved, gradients));
         });
     })
@@ -390,7 +396,7 @@ struct KvGroup<'a> {
 /// The gradients of the heads that share `kv_head`.
 #[inline(always)]
 fn backward_group(
-    sequence: Sequence<'_>,
+    sequence: PaddedSequence<'_>,
     kv_head: usize,
     saved: &SavedTensors<'_>,
     [d_q, d_k, d_v]: [ColumnWriter<'_>; 3],
@@ -420,7 +426,7 @@ fn backward_group(
 /// The gradients of queries for some heads of a group, and the sums of these heads' gradients of keys and values, in a tree
 /// that depends on their number alone.
 fn backward_heads(
-    sequence: Sequence<'_>,
+    sequence: PaddedSequence<'_>,
     heads: Range<usize>,
     saved: &SavedTensors<'_>,
     shared: KvGroup<'_>,
@@ -444,14 +450,14 @@ fn backward_heads(
 
 #[inline(always)]
 fn backward_head(
-    sequence: Sequence<'_>,
+    sequence: PaddedSequence<'_>,
     head: usize,
     saved: &SavedTensors<'_>,
     KvGroup { k, kt, vt }: KvGroup<'_>,
     [dk, dv]: [&mut [f32]; 2],
     d_q: ColumnWriter<'_>,
 ) {
-    let Sequence { shape, b, row, size, .. } = sequence;
+    let PaddedSequence { shape, b, row, size, .. } = sequence;
     let seq_len = shape.seq_len;
     let n = sequence.elements();
     let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
@@ -465,7 +471,7 @@ fn backward_head(
             sequence.load(saved.dout, head, 1.0, dout);
             // dq holds the forward pass's output until its block is processed.
             sequence.load(saved.out, head, 1.0, dq);
-            for Block { first, lowest, keys } in sequence.blocks() {
+            for QueryBlock { first, lowest, keys } in sequence.blocks() {
                 let block = first * size..(first + QUERIES) * size;
                 let (q, dout, dq) = (&q[block.clone()], &dout[block.clone()], &mut dq[block]);
                 let below = lowest * size;

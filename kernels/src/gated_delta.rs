@@ -241,7 +241,7 @@ fn strips_mut(x: &mut [f32]) -> &mut [Strip] {
 }
 
 /// The opened input and the parameters.
-struct Layer<'a> {
+struct OpenedLayer<'a> {
     heads: DeltaHeads,
     input: ColumnReader<'a>,
     taps: Taps,
@@ -254,7 +254,7 @@ struct Layer<'a> {
 
 /// Consecutive rows of one sequence.
 #[derive(Clone, Copy)]
-struct Sequence<'a> {
+struct SequenceRows<'a> {
     /// The first row.
     first: usize,
     /// The number of rows.
@@ -267,7 +267,7 @@ struct Sequence<'a> {
     inputs: &'a [f32],
 }
 
-impl<'a> Sequence<'a> {
+impl<'a> SequenceRows<'a> {
     /// Sequence `b` of a batch.
     fn of_batch(b: usize, PositionIds { seq_len, documents, .. }: PositionIds<'a>) -> Self {
         let documents = documents.map(|starts| &starts[b * seq_len..][..seq_len]);
@@ -282,7 +282,7 @@ impl<'a> Sequence<'a> {
 }
 
 /// The write strength and the decay of a token.
-struct Gates {
+struct TokenGates {
     beta: f32,
     /// The derivative of `beta` with respect to `b`.
     beta_slope: f32,
@@ -291,7 +291,7 @@ struct Gates {
     log_slope: f32,
 }
 
-impl<'a> Layer<'a> {
+impl<'a> OpenedLayer<'a> {
     fn open(
         heads: DeltaHeads,
         input: &Tensor,
@@ -337,7 +337,7 @@ impl<'a> Layer<'a> {
 
     /// Writes the inputs of some channels of all rows, in rows of `width` with zeros as padding.
     #[inline(always)]
-    fn load(&self, sequence: Sequence<'_>, channels: Range<usize>, out: &mut [f32], width: usize) {
+    fn load(&self, sequence: SequenceRows<'_>, channels: Range<usize>, out: &mut [f32], width: usize) {
         for (i, out) in out.chunks_exact_mut(width).enumerate() {
             let (out, padding) = out.split_at_mut(channels.len());
             self.input.load(sequence.first + i, channels.start, out);
@@ -349,7 +349,7 @@ impl<'a> Layer<'a> {
     #[inline(always)]
     fn convolve(
         &self,
-        sequence: Sequence<'_>,
+        sequence: SequenceRows<'_>,
         i: usize,
         channels: Range<usize>,
         (inputs, width): (&[f32], usize),
@@ -369,7 +369,7 @@ impl<'a> Layer<'a> {
 
     /// Writes some channels of all rows after convolution and SiLU, in rows of `width` with zeros as padding.
     #[inline(always)]
-    fn mix(&self, sequence: Sequence<'_>, channels: Range<usize>, [out, scratch]: [&mut [f32]; 2], width: usize) {
+    fn mix(&self, sequence: SequenceRows<'_>, channels: Range<usize>, [out, scratch]: [&mut [f32]; 2], width: usize) {
         self.load(sequence, channels.clone(), out, width);
         let sum = &mut scratch[..channels.len()];
         // From the last one, because each row replaces its inputs, which later ones read.
@@ -386,7 +386,7 @@ impl<'a> Layer<'a> {
     #[inline(always)]
     fn queries_and_keys(
         &self,
-        sequence: Sequence<'_>,
+        sequence: SequenceRows<'_>,
         key_head: usize,
         outs: [&mut [f32]; 2],
         factors: [&mut [f32]; 2],
@@ -404,7 +404,7 @@ impl<'a> Layer<'a> {
     }
 
     #[inline(always)]
-    fn gates(&self, row: usize, value_head: usize) -> Gates {
+    fn gates(&self, row: usize, value_head: usize) -> TokenGates {
         let [b, a] = self.b_and_a(value_head).map(|column| {
             let mut value = [0.0];
             self.input.load(row, column, &mut value);
@@ -414,12 +414,17 @@ impl<'a> Layer<'a> {
         let step = a + self.dt_bias[value_head];
         let rate = self.rates[value_head];
         let log_decay = -rate * math::softplus(step);
-        Gates { beta, beta_slope: beta * complement, log_decay, log_slope: -rate * math::logistic(step).0 }
+        TokenGates { beta, beta_slope: beta * complement, log_decay, log_slope: -rate * math::logistic(step).0 }
     }
 
     /// Writes the decays and write strengths of a value head.
     #[inline(always)]
-    fn decays_and_strengths(&self, sequence: Sequence<'_>, value_head: usize, [decays, strengths]: [&mut [f32]; 2]) {
+    fn decays_and_strengths(
+        &self,
+        sequence: SequenceRows<'_>,
+        value_head: usize,
+        [decays, strengths]: [&mut [f32]; 2],
+    ) {
         for (i, (decay, strength)) in decays.iter_mut().zip(strengths).enumerate() {
             let gates = self.gates(sequence.first + i, value_head);
             (*decay, *strength) = (math::exp(gates.log_decay), gates.beta);
@@ -440,8 +445,8 @@ fn norms(key_dim: usize) -> [f32; 2] {
 
 /// The queries, keys and gates of a value head, a row for each token.
 #[derive(Clone, Copy)]
-struct Tokens<'a> {
-    sequence: Sequence<'a>,
+struct HeadTokens<'a> {
+    sequence: SequenceRows<'a>,
     size: usize,
     queries: &'a [f32],
     keys: &'a [f32],
@@ -449,7 +454,7 @@ struct Tokens<'a> {
     strengths: &'a [f32],
 }
 
-impl Tokens<'_> {
+impl HeadTokens<'_> {
     /// Adds tokens to a strip of the state, and replaces that strip of their values by their outputs. Keeps, if asked to, what the
     /// state lacked to give each token's value for its key: `v - α Sᵀ k`.
     #[inline(always)]
@@ -512,12 +517,12 @@ fn times(factor: f32, strip: Strip) -> Strip {
 /// Computes [`GatedDelta`].
 pub fn forward(op: &GatedDelta<'_>) -> Result<()> {
     let opened = read(op.input)?;
-    let layer = &Layer::open(op.heads, op.input, &opened, op.params, op.eps)?;
+    let layer = &OpenedLayer::open(op.heads, op.input, &opened, op.params, op.eps)?;
     let tasks = op.out.dim(0)? / op.positions.seq_len * op.heads.key_heads;
     write_columns([ColumnSlice::all(op.out)?], |[out]| {
         (0..tasks).into_par_iter().for_each(|task| {
             let (b, key_head) = (task / op.heads.key_heads, task % op.heads.key_heads);
-            isa::vectorize!(forward_group(layer, Sequence::of_batch(b, op.positions), key_head, None, out));
+            isa::vectorize!(forward_group(layer, SequenceRows::of_batch(b, op.positions), key_head, None, out));
         });
     })
 }
@@ -526,8 +531,8 @@ pub fn forward(op: &GatedDelta<'_>) -> Result<()> {
 /// new ones there.
 #[inline(always)]
 fn forward_group(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     key_head: usize,
     mut states: Option<&mut [f32]>,
     out: ColumnWriter<'_>,
@@ -544,7 +549,7 @@ fn forward_group(
                 let value_head = key_head * group + member;
                 layer.decays_and_strengths(sequence, value_head, [decays, strengths]);
                 layer.mix(sequence, layer.value(value_head), [rows, scratch], width);
-                let tokens = Tokens { sequence, size: key_dim, queries, keys, decays, strengths };
+                let tokens = HeadTokens { sequence, size: key_dim, queries, keys, decays, strengths };
                 let mut stored = states.as_deref_mut().map(|states| {
                     let size = key_dim * value_dim;
                     &mut states[member * size..][..size]
@@ -581,8 +586,8 @@ fn state_places(heads: DeltaHeads) -> impl Iterator<Item = [Range<usize>; 2]> {
 /// Normalises the outputs of a value head, multiplies them with their gates and stores them.
 #[inline(always)]
 fn write_outputs(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     value_head: usize,
     rows: &mut [f32],
     z: &mut [f32],
@@ -604,12 +609,12 @@ fn write_outputs(
 /// Computes [`DecodeGatedDelta`], each row with the bits of [`forward`].
 pub fn decode(op: &DecodeGatedDelta<'_>) -> Result<()> {
     let opened = read(op.input)?;
-    let layer = &Layer::open(op.heads, op.input, &opened, op.params, op.eps)?;
+    let layer = &OpenedLayer::open(op.heads, op.input, &opened, op.params, op.eps)?;
     let DeltaHeads { key_dim, value_dim, .. } = op.heads;
     let mut first = 0;
     for &DeltaSequence { cache, past, new } in op.sequences {
         let inputs = read(&cache.inputs)?;
-        let sequence = Sequence { first, len: new, past, documents: None, inputs: inputs.typed()? };
+        let sequence = SequenceRows { first, len: new, past, documents: None, inputs: inputs.typed()? };
         write_columns([ColumnSlice::all(op.out)?], |[out]| {
             write_f32(&cache.states, |states| {
                 let groups = states.par_chunks_exact_mut(op.heads.group() * key_dim * value_dim);

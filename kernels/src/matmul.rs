@@ -15,7 +15,7 @@
 //!
 //! A row's bits do not depend on the number of rows.
 
-use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
+use self::buffer::{GemmWorkspace, PackBuffer, with_thread_buffer, with_workspace};
 use self::epilogue::{OutputMatrix, Scratch, TileRect};
 use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
 use self::pack::{PackUnit, PanelLayout, Prefetch, pack};
@@ -185,9 +185,9 @@ impl<'a, T: Element> Gemm<'a, T> {
     }
 
     /// [`Self::run_on`] of operands that fit together, with these buffers.
-    fn run_in<C: Element>(self, buffers: &mut Workspace, kernel: MicroKernel, c: OutputMatrix<C>) {
+    fn run_in<C: Element>(self, buffers: &mut GemmWorkspace, kernel: MicroKernel, c: OutputMatrix<C>) {
         let Self { a, b: right, second, epilogue } = self;
-        let Workspace { shared, partial, second: term_buffers } = buffers;
+        let GemmWorkspace { shared, partial, second: term_buffers } = buffers;
         let (m, k, n) = (a.rows, a.cols, right.cols);
         let swapped = swaps_operands(kernel, m, n);
         let [a, b] = if swapped { [right.transposed(), a] } else { [a, right.transposed()] };
@@ -237,7 +237,7 @@ pub fn buffer_bytes(products: &[GemmShape], threads: usize) -> Result<u64> {
     Ok((own * threads + shared.iter().sum::<usize>()) as u64)
 }
 
-/// The words that a product asks its buffers for: a thread's own, then the fields of [`Workspace`].
+/// The words that a product asks its buffers for: a thread's own, then the fields of [`GemmWorkspace`].
 fn words(kernel: MicroKernel, GemmShape { sizes: [m, k, n], second, c, .. }: GemmShape, threads: usize) -> [usize; 5] {
     let [a, b] = if swaps_operands(kernel, m, n) { [n, m] } else { [m, n] };
     let [a, b] = [(a, kernel.a().width), (b, kernel.b().width)];
@@ -250,7 +250,8 @@ fn words(kernel: MicroKernel, GemmShape { sizes: [m, k, n], second, c, .. }: Gem
     let streamed = streamed.min(strip(shared, streamed, width, partial));
     let (panels, words) = (shared.div_ceil(shared_width), kernel.words(depth));
     let threads = if m.saturating_mul(n * k) < SERIAL_WORK { 1 } else { threads };
-    let plan = Plan::new(panels, streamed.div_ceil(width), width * words, tasks(shared * streamed * depth, threads));
+    let plan =
+        TilingPlan::new(panels, streamed.div_ceil(width), width * words, tasks(shared * streamed * depth, threads));
     let partial = if partial { shared * streamed } else { 0 };
     [plan.group * width * words, panels * shared_width * words, partial, second_a, second_b]
 }
@@ -469,7 +470,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         };
         let work = part.shared.len() * part.streamed.len() * part.depth.len();
         let tasks = tasks(work, if self.serial { 1 } else { rayon::current_num_threads() });
-        let plan = Plan::new(panels, part.streamed.len().div_ceil(streamed_width), streamed_width * words, tasks);
+        let plan = TilingPlan::new(panels, part.streamed.len().div_ceil(streamed_width), streamed_width * words, tasks);
         let task = |index: usize| self.run_task(part, &plan, index, &*packed, partial);
         if self.serial {
             (0..plan.tasks()).for_each(task);
@@ -488,7 +489,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     fn run_task(
         &self,
         part: &TileRange,
-        plan: &Plan,
+        plan: &TilingPlan,
         index: usize,
         packed: &[u32],
         partial: Option<OutputMatrix<f32>>,
@@ -636,14 +637,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 }
 
 /// How the panels of a part are shared out: a task takes a group of one operand's and a share of the other's.
-struct Plan {
+struct TilingPlan {
     private_panels: usize,
     group: usize,
     shared_panels: usize,
     share: usize,
 }
 
-impl Plan {
+impl TilingPlan {
     /// About as many tasks as `wanted`; groups no larger than a task's memory, shares large enough to repay the packing
     /// of a group.
     fn new(shared_panels: usize, private_panels: usize, private_panel_words: usize, wanted: usize) -> Self {

@@ -7,5 +7,5 @@ mod update_counts;
 
 pub use exponent_histogram::{ExponentHistogram, RangeShares};
 pub use float_format::{FloatClass, FloatFormat};
-pub use tensor_stats::{Element, TensorStats};
+pub use tensor_stats::{ExactFloat, TensorStats};
 pub use update_counts::UpdateCounts;

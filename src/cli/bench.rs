@@ -154,7 +154,7 @@ impl BenchArgs {
     }
 }
 
-struct Sample {
+struct Measurement {
     wall: Duration,
     report: StepReport,
     allocations: Allocations,
@@ -198,7 +198,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         let report = engine.step(&batches)?;
         let wall = began.elapsed();
         let allocations = Allocations::now().since(before);
-        Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
+        Ok(Measurement { wall, report, allocations, peak: peak.map(|measure| measure()) })
     };
     let warmup = (0..args.warmup).map(|_| step()).collect::<Result<Vec<_>>>()?;
     if let Some(profile) = &profile {
@@ -275,17 +275,17 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
 const MAX_SPREAD: f64 = 1.8;
 
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
-fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
+fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Measurement]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);
-    let of_applied = |of: fn(&Sample) -> Duration| {
+    let of_applied = |of: fn(&Measurement) -> Duration| {
         median(applied().map(|sample| of(sample).as_secs_f64())).map(Duration::from_secs_f64)
     };
     let step = of_applied(|sample| sample.wall);
     let gflops = step.map(|step| operations(args, spec) / step.as_secs_f64() / 1e9);
     let peaks = || samples.iter().filter_map(|sample| sample.peak);
     let (peak, burst) = (median(peaks().map(|peak| peak.sustained)), peaks().map(|peak| peak.burst).reduce(f64::max));
-    let part = |of: fn(&Sample) -> Duration| of_applied(of).map(millis);
+    let part = |of: fn(&Measurement) -> Duration| of_applied(of).map(millis);
     let skipped = samples.len() - applied().count();
     json!({
         "who": "finetune",
@@ -417,7 +417,7 @@ mod tests {
 
     const APPLIED: StepOutcome = StepOutcome::Applied { grad_norm: 1.0, clip: 1.0, lr: 1.0 };
 
-    fn sample(seconds: u64, outcome: StepOutcome) -> Sample {
+    fn sample(seconds: u64, outcome: StepOutcome) -> Measurement {
         let report = StepReport {
             metrics: None,
             loss: 0.0,
@@ -428,7 +428,7 @@ mod tests {
             time: crate::train::StepTimings::default(),
         };
         let peak = Some(Peak { sustained: 1.0, burst: 1.0 });
-        Sample { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }
+        Measurement { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }
     }
 
     #[test]
@@ -442,7 +442,7 @@ mod tests {
     fn skipped_steps_are_counted_and_not_part_of_the_rate() {
         let args = Line::parse_from(["bench"]).bench;
         let spec = args.spec().unwrap();
-        let report = |samples: &[Sample]| summary(&args, &spec, samples);
+        let report = |samples: &[Measurement]| summary(&args, &spec, samples);
         let skip = || sample(1, StepOutcome::Skipped);
         let mixed = report(&[skip(), sample(8, APPLIED), skip(), skip()]);
         assert_eq!((mixed["skipped"].as_u64(), mixed["tokens_per_s"].as_f64()), (Some(3), Some(128.0)));

@@ -22,13 +22,13 @@ pub(super) struct DataArgs {
 #[derive(Debug, Subcommand)]
 enum DataCommand {
     /// Print one training sample with its loss tokens highlighted, and the token counts
-    Show(Box<ShowArgs>),
+    Show(Box<DataShowArgs>),
     /// Print counts: samples, tokens, loss tokens, truncated and skipped samples, rows and steps per epoch
     Stats(Box<StatsArgs>),
 }
 
 #[derive(Args, Debug)]
-struct ShowArgs {
+struct DataShowArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Number of the sample, starting at 1 [default: the first with loss tokens]

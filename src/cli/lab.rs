@@ -3,7 +3,7 @@
 mod args;
 mod reports;
 
-use self::args::View;
+use self::args::LabView;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
@@ -32,7 +32,7 @@ use std::sync::LazyLock;
 #[command(subcommand_value_name = "VIEW", subcommand_help_heading = "Views")]
 pub(crate) struct LabArgs {
     #[command(subcommand)]
-    view: Option<View>,
+    view: Option<LabView>,
     /// Show the screen, with this view and its parameters first
     #[arg(long, global = true, conflicts_with = "json")]
     screen: bool,
@@ -137,24 +137,24 @@ impl LabSession {
         Self { read: None, runs: runs.to_path_buf(), program, tokenizer: None }
     }
 
-    fn report(&mut self, view: &View, run: Option<&Path>) -> Result<LabReport> {
-        if let (View::Memory(_), Some(path)) = (view, run) {
+    fn report(&mut self, view: &LabView, run: Option<&Path>) -> Result<LabReport> {
+        if let (LabView::Memory(_), Some(path)) = (view, run) {
             self.read_tokenizer(path)?;
         }
         let program = self.program + run.and(self.tokenizer).unwrap_or(0);
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
-            View::Bits(args) => LabReport::new("bits", args.report()?, Bits::page),
-            View::Ranges(args) => LabReport::new("ranges", args.report(run)?, Ranges::page),
-            View::Ulp(args) => LabReport::new("ulp", args.report(run)?, UlpGrid::page),
-            View::Scaler(args) => LabReport::new("scaler", args.report(run)?, ScalerComparison::page),
-            View::Scaling(args) => LabReport::new("scaling", args.report(run)?, Scaling::page),
-            View::Memory(args) => LabReport::new("memory", args.report(run, program)?, MemoryPlan::page),
-            View::Sums(args) => LabReport::new("sums", args.report(run)?, SummationReport::page),
-            View::Blocks(args) => LabReport::new("blocks", args.report(run)?, BlockScaling::page),
-            View::Softmax(args) => LabReport::new("softmax", args.report(run), Softmax::page),
-            View::Crises(args) => LabReport::new("crises", args.report(run)?, FailureDemo::page),
-            View::Casts(args) => LabReport::new("casts", args.report(run)?, DtypeReport::page),
+            LabView::Bits(args) => LabReport::new("bits", args.report()?, Bits::page),
+            LabView::Ranges(args) => LabReport::new("ranges", args.report(run)?, Ranges::page),
+            LabView::Ulp(args) => LabReport::new("ulp", args.report(run)?, UlpGrid::page),
+            LabView::Scaler(args) => LabReport::new("scaler", args.report(run)?, ScalerComparison::page),
+            LabView::Scaling(args) => LabReport::new("scaling", args.report(run)?, Scaling::page),
+            LabView::Memory(args) => LabReport::new("memory", args.report(run, program)?, MemoryPlan::page),
+            LabView::Sums(args) => LabReport::new("sums", args.report(run)?, SummationReport::page),
+            LabView::Blocks(args) => LabReport::new("blocks", args.report(run)?, BlockScaling::page),
+            LabView::Softmax(args) => LabReport::new("softmax", args.report(run), Softmax::page),
+            LabView::Crises(args) => LabReport::new("crises", args.report(run)?, FailureDemo::page),
+            LabView::Casts(args) => LabReport::new("casts", args.report(run)?, DtypeReport::page),
         })
     }
 
@@ -188,10 +188,10 @@ impl LabSession {
 #[command(no_binary_name = true, disable_help_flag = true)]
 struct ParsedView {
     #[command(subcommand)]
-    view: View,
+    view: LabView,
 }
 
-static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Command::new("lab")));
+static VIEWS: LazyLock<Command> = LazyLock::new(|| LabView::augment_subcommands(Command::new("lab")));
 
 fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();

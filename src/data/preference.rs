@@ -55,12 +55,12 @@ impl PromptRow {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Part {
+enum TextOrMessages {
     Text(String),
     Messages(Vec<Value>),
 }
 
-impl Part {
+impl TextOrMessages {
     /// The part in field `name`; `None` if it is missing or null.
     fn read(row: &Value, name: &str) -> Result<Option<Self>, String> {
         let Some(value) = field(row, name) else { return Ok(None) };
@@ -150,22 +150,23 @@ fn is_messages(list: &Value) -> bool {
 
 /// The prompt of `row`, in field `name` or `messages`.
 pub(super) fn prompt(row: &Value, name: &str, variables: Option<Value>) -> Result<Prompt, String> {
-    let found = Part::read(row, name).transpose().or_else(|| Part::read(row, "messages").transpose());
+    let found =
+        TextOrMessages::read(row, name).transpose().or_else(|| TextOrMessages::read(row, "messages").transpose());
     match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row) {
-        Part::Text(text) => Ok(Prompt::Text(text)),
-        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation { messages }, variables)),
+        TextOrMessages::Text(text) => Ok(Prompt::Text(text)),
+        TextOrMessages::Messages(messages) => Ok(Prompt::Conversation(Conversation { messages }, variables)),
     }
 }
 
 /// The prompt of a row with the answer in field `name`.
 pub(super) fn answered(row: &Value, prompt: &str, name: &str, variables: Option<Value>) -> Result<Sample, String> {
-    Part::require(row, prompt)?.with_system(row).join(Part::require(row, name)?, name, variables)
+    TextOrMessages::require(row, prompt)?.with_system(row).join(TextOrMessages::require(row, name)?, name, variables)
 }
 
 /// The chosen and the rejected answer of a row, each with its prompt; `None` if they are identical.
 pub(super) fn pair(row: &Value, prompt: &str, variables: Option<&Value>) -> Result<Option<[Sample; 2]>, String> {
     let names = ["chosen", "rejected"];
-    let [mut chosen, mut rejected] = [Part::require(row, names[0])?, Part::require(row, names[1])?];
+    let [mut chosen, mut rejected] = [TextOrMessages::require(row, names[0])?, TextOrMessages::require(row, names[1])?];
     if chosen.is_messages() != rejected.is_messages() {
         return Err(
             "one of `chosen` and `rejected` is text, the other a list of messages; use one form for both".into()
@@ -176,7 +177,7 @@ pub(super) fn pair(row: &Value, prompt: &str, variables: Option<&Value>) -> Resu
     }
     let shared = chosen.shared_prompt(&rejected);
     // A prompt as text next to conversations repeats their beginning, or is the question before them.
-    let prompt = match Part::read(row, prompt)? {
+    let prompt = match TextOrMessages::read(row, prompt)? {
         Some(prompt) if prompt.is_messages() || !chosen.is_messages() || shared == 0 => prompt,
         _ => {
             let [answer, other] = [chosen.split_off(shared), rejected.split_off(shared)];

@@ -430,7 +430,7 @@ fn is_hidden(part: &OsStr) -> bool {
 }
 
 /// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of the format
-/// that most bytes have, or of any known format if one is `asked` for, and only the files of one [`Split`].
+/// that most bytes have, or of any known format if one is `asked` for, and only the files of one [`FileSplit`].
 /// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
 fn data_files(
     mut files: Vec<(PathBuf, u64)>,
@@ -454,21 +454,21 @@ fn data_files(
         return Err(Error::data(source, message));
     };
     let is_data = |path: &Path| format(path).is_some_and(|format| asked.is_some() || format == most);
-    let split = files.iter().map(|(path, _)| path).filter(|path| is_data(path)).map(|path| Split::of(path)).min();
-    let is_read = |path: &PathBuf| is_data(path) && Some(Split::of(path)) == split;
+    let split = files.iter().map(|(path, _)| path).filter(|path| is_data(path)).map(|path| FileSplit::of(path)).min();
+    let is_read = |path: &PathBuf| is_data(path) && Some(FileSplit::of(path)) == split;
     let (read, others): (Vec<_>, Vec<_>) = files.into_iter().map(|(path, _)| path).partition(is_read);
     Ok((read, others.into_iter().map(|path| path.display().to_string()).collect()))
 }
 
 /// The part of a data set that a file belongs to. The first that a folder has is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Split {
+enum FileSplit {
     Training,
     Unnamed,
     HeldOut,
 }
 
-impl Split {
+impl FileSplit {
     /// The split that a word of the path names, before a number or not, as in Python's `datasets`.
     fn of(path: &Path) -> Self {
         let path = path.to_string_lossy().to_ascii_lowercase();
@@ -639,16 +639,16 @@ mod tests {
         std::fs::write(folder.path().join("sub/train-0.jsonl"), "x").unwrap();
         assert_eq!(names(source()), ["train-0.jsonl"]);
         for (path, expected) in [
-            ("training.csv", Split::Training),
-            ("d/Train00001.jsonl", Split::Training),
-            ("train/0.txt", Split::Training),
-            ("train/dev.txt", Split::Training),
-            ("trainer.csv", Split::Unnamed),
-            ("tests.csv", Split::Unnamed),
-            ("test_set.csv", Split::HeldOut),
-            ("val/0.txt", Split::HeldOut),
+            ("training.csv", FileSplit::Training),
+            ("d/Train00001.jsonl", FileSplit::Training),
+            ("train/0.txt", FileSplit::Training),
+            ("train/dev.txt", FileSplit::Training),
+            ("trainer.csv", FileSplit::Unnamed),
+            ("tests.csv", FileSplit::Unnamed),
+            ("test_set.csv", FileSplit::HeldOut),
+            ("val/0.txt", FileSplit::HeldOut),
         ] {
-            assert_eq!(Split::of(Path::new(path)), expected, "{path}");
+            assert_eq!(FileSplit::of(Path::new(path)), expected, "{path}");
         }
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);

@@ -66,7 +66,7 @@ pub(crate) struct Trajectory {
     pub(crate) label: String,
     pub(crate) config: GradScalerConfig,
     /// All attempts at steps; several per step if overflowing batches are repeated.
-    pub(crate) attempts: Vec<Attempt>,
+    pub(crate) attempts: Vec<SimulatedStep>,
     /// Attempts whose gradients were not finite.
     pub(crate) overflows: usize,
     /// Batches skipped for good.
@@ -79,7 +79,7 @@ pub(crate) struct Trajectory {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(crate) struct Attempt {
+pub(crate) struct SimulatedStep {
     pub(crate) step: u64,
     /// The scale it ran with.
     pub(crate) scale: f32,
@@ -93,7 +93,7 @@ pub(crate) struct Attempt {
     pub(crate) change: ScaleChange,
 }
 
-impl Attempt {
+impl SimulatedStep {
     fn log2_scale(&self) -> f64 {
         f64::from(self.scale).log2()
     }
@@ -223,7 +223,7 @@ impl Trajectory {
                 }
                 let after = scaler.scale();
                 let clean = scaler.state().growth_tracker;
-                attempts.push(Attempt { step, scale, finite, after, clean, largest, change });
+                attempts.push(SimulatedStep { step, scale, finite, after, clean, largest, change });
                 let hopeless =
                     matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > MAX_RETRIES;
                 if finite {
@@ -235,8 +235,8 @@ impl Trajectory {
                 }
             }
         }
-        let count = |test: fn(&Attempt) -> bool| attempts.iter().filter(|attempt| test(attempt)).count();
-        let sum: f64 = attempts.iter().map(Attempt::log2_scale).sum();
+        let count = |test: fn(&SimulatedStep) -> bool| attempts.iter().filter(|attempt| test(attempt)).count();
+        let sum: f64 = attempts.iter().map(SimulatedStep::log2_scale).sum();
         Ok(Self {
             label,
             config,

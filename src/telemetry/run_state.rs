@@ -11,7 +11,7 @@ mod tensors;
 pub use curves::{Curves, PLOTTED, Plotted, Quantity};
 pub use metrics::{ProbeTotals, RunMetrics, SMOOTHING, smoothing_for};
 pub use rows::{EventRow, OverflowRow, SampleRow};
-pub use tensors::{Layer, TensorRow, Tensors};
+pub use tensors::{LayerStats, TensorRow, Tensors};
 
 use super::eta::EtaEstimator;
 use super::log::{Detail, Tail, for_each};
@@ -373,7 +373,7 @@ impl RunState {
     }
 
     /// The model's layers, in order.
-    pub fn layers(&self) -> Vec<Layer> {
+    pub fn layers(&self) -> Vec<LayerStats> {
         let mut layers = self.tensors.layers();
         for layer in &mut layers {
             layer.fallback_dtype = self.fallback.get(&PrecisionUnit::of(&layer.name).to_string()).cloned();

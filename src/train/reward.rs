@@ -131,7 +131,7 @@ impl Reward {
 pub(crate) struct RewardProgram {
     command: String,
     folder: Option<PathBuf>,
-    running: Option<Running>,
+    running: Option<RunningProgram>,
 }
 
 impl RewardProgram {
@@ -153,7 +153,7 @@ impl RewardProgram {
         let mut rewards = Vec::with_capacity(lines.len());
         let mut attempts = 0;
         let mut problem = String::new();
-        let mut running = self.running.take().filter(Running::is_silent);
+        let mut running = self.running.take().filter(RunningProgram::is_silent);
         if let Some(running) = &running {
             running.send(&lines);
         }
@@ -161,7 +161,7 @@ impl RewardProgram {
             let program = match &mut running {
                 Some(program) => program,
                 none => {
-                    let program = none.insert(Running::start(self.to_run()?, &self.command)?);
+                    let program = none.insert(RunningProgram::start(self.to_run()?, &self.command)?);
                     program.send(&lines[rewards.len()..]);
                     program
                 }
@@ -205,7 +205,7 @@ impl RewardProgram {
 
 /// A started program.
 #[derive(Debug)]
-struct Running {
+struct RunningProgram {
     child: Child,
     requests: Sender<String>,
     replies: Receiver<String>,
@@ -213,7 +213,7 @@ struct Running {
     complaints: Receiver<String>,
 }
 
-impl Running {
+impl RunningProgram {
     fn start(mut child: Command, name: &str) -> Result<Self> {
         // A program that keeps its answers in a buffer would wait forever.
         child.env("PYTHONUNBUFFERED", "1");
@@ -280,7 +280,7 @@ fn lines_of(output: impl Read) -> impl Iterator<Item = String> {
     })
 }
 
-impl Drop for Running {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();

@@ -51,7 +51,7 @@ pub(super) struct KeptRollouts {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct KeptBatch {
-    groups: Vec<Group>,
+    groups: Vec<CompletionGroup>,
     /// [`Batch::old_logps`].
     old_logps: Logps,
     ends_epoch: bool,
@@ -59,7 +59,7 @@ struct KeptBatch {
 
 /// A prompt with its completions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Group {
+struct CompletionGroup {
     /// The prompt's number in the data.
     index: u64,
     prompt: Vec<u32>,
@@ -101,7 +101,7 @@ pub struct RolloutRecord {
     pub seed: u64,
 }
 
-impl Group {
+impl CompletionGroup {
     /// The prompts of a batch of a data set with these rows, without completions.
     fn of_batch(batch: &Batch, tokenizer: &Tokenizer, rows: &[Arc<str>]) -> Result<Vec<Self>> {
         let group = |sequence: &crate::data::Sequence| {
@@ -160,9 +160,11 @@ impl Rollouts {
         }
         let mut batch = prompts.batch();
         while prompts.next_batch(&mut batch) {
-            let groups = Group::of_batch(&batch, &self.tokenizer, &[])?;
+            let groups = CompletionGroup::of_batch(&batch, &self.tokenizer, &[])?;
             // A completion without a token would equal a missing answer.
-            if let Some(Group { index, prompt, .. }) = groups.iter().find(|group| group.answer.trim().is_empty()) {
+            if let Some(CompletionGroup { index, prompt, .. }) =
+                groups.iter().find(|group| group.answer.trim().is_empty())
+            {
                 let prompt = self.tokenizer.decode(prompt)?;
                 let prompt: String = sanitize_line(&prompt).chars().take(SHOWN).collect();
                 let row = index + 1;
@@ -200,12 +202,12 @@ impl Rollouts {
 
     /// Replaces the prompts in `batches` by completions. Returns them for the log.
     pub(super) fn sample(&mut self, engine: &mut TrainEngine, batches: &mut [Batch]) -> Result<Vec<RolloutRecord>> {
-        let groups = batches.iter().map(|batch| Group::of_batch(batch, &self.tokenizer, &self.rows[0]));
-        let mut groups: Vec<Vec<Group>> = groups.collect::<Result<_>>()?;
+        let groups = batches.iter().map(|batch| CompletionGroup::of_batch(batch, &self.tokenizer, &self.rows[0]));
+        let mut groups: Vec<Vec<CompletionGroup>> = groups.collect::<Result<_>>()?;
         self.complete(engine, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
         let step = engine.state.counters.step + 1;
         let mut records = Vec::new();
-        for Group { prompt, completions, .. } in groups.iter().flatten() {
+        for CompletionGroup { prompt, completions, .. } in groups.iter().flatten() {
             let prompt = self.tokenizer.decode(prompt)?;
             let rewards: Vec<f64> = completions.iter().map(Sampled::reward).collect();
             for (it, advantage) in completions.iter().zip(advantages(&self.settings, &rewards)) {
@@ -238,7 +240,7 @@ impl Rollouts {
     ) -> Result<EvalReport> {
         let mut groups = Vec::new();
         while next(batch) {
-            groups.extend(Group::of_batch(batch, &self.tokenizer, &self.rows[1])?);
+            groups.extend(CompletionGroup::of_batch(batch, &self.tokenizer, &self.rows[1])?);
         }
         self.complete(engine, &mut groups.iter_mut().collect::<Vec<_>>(), Some(0.0))?;
         let completions = || groups.iter().flat_map(|group| &group.completions);
@@ -258,7 +260,7 @@ impl Rollouts {
     fn complete(
         &mut self,
         engine: &mut TrainEngine,
-        groups: &mut [&mut Group],
+        groups: &mut [&mut CompletionGroup],
         temperature: Option<f64>,
     ) -> Result<()> {
         let count = if temperature.is_some() { 1 } else { self.settings.num_generations };
@@ -314,7 +316,7 @@ impl Rollouts {
     }
 
     /// Rewards completions. The leader asks for the rewards, so one program sees all of them in their order.
-    fn judge(&mut self, engine: &TrainEngine, groups: &mut [&mut Group]) -> Result<()> {
+    fn judge(&mut self, engine: &TrainEngine, groups: &mut [&mut CompletionGroup]) -> Result<()> {
         let score = || {
             self.score(groups).map_err(|error| match error {
                 Error::Data { origin, message } => [origin, message],
@@ -330,7 +332,7 @@ impl Rollouts {
     }
 
     /// The rewards of all completions.
-    fn score(&mut self, groups: &[&mut Group]) -> Result<Vec<Option<f32>>> {
+    fn score(&mut self, groups: &[&mut CompletionGroup]) -> Result<Vec<Option<f32>>> {
         let mut answered = Vec::new();
         for group in groups {
             let prompt = self.tokenizer.decode(&group.prompt)?;
@@ -349,7 +351,7 @@ impl Rollouts {
 
     fn batch(&self, kept: &KeptBatch) -> Batch {
         let mut completions = Vec::new();
-        for Group { index, prompt, completions: sampled, .. } in &kept.groups {
+        for CompletionGroup { index, prompt, completions: sampled, .. } in &kept.groups {
             let numbers = (index * self.settings.num_generations as u64)..;
             let rewards: Vec<f64> = sampled.iter().map(Sampled::reward).collect();
             let advantages = advantages(&self.settings, &rewards);

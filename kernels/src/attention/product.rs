@@ -10,19 +10,19 @@ const PANEL: usize = 16;
 
 /// A matrix of FP32 in scratch memory, read at any strides.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
+pub(crate) struct ScratchMatrix<'a> {
     data: &'a [f32],
     row_stride: usize,
     column_stride: usize,
 }
 
-pub(crate) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
-    Matrix { data, row_stride: width, column_stride: 1 }
+pub(crate) fn by_rows(data: &[f32], width: usize) -> ScratchMatrix<'_> {
+    ScratchMatrix { data, row_stride: width, column_stride: 1 }
 }
 
 /// The transpose of a matrix with rows of `width`.
-pub(crate) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
-    Matrix { data, row_stride: 1, column_stride: width }
+pub(crate) fn by_columns(data: &[f32], width: usize) -> ScratchMatrix<'_> {
+    ScratchMatrix { data, row_stride: 1, column_stride: width }
 }
 
 /// A right factor: panels of 16 columns.
@@ -43,18 +43,18 @@ pub(crate) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
 }
 
 /// A result whose rows are `row_stride` elements apart.
-pub(crate) struct Output<'a> {
+pub(crate) struct ScratchOutput<'a> {
     data: &'a mut [f32],
     row_stride: usize,
     accumulate: bool,
 }
 
-pub(crate) fn overwrite(data: &mut [f32], width: usize) -> Output<'_> {
-    Output { data, row_stride: width, accumulate: false }
+pub(crate) fn overwrite(data: &mut [f32], width: usize) -> ScratchOutput<'_> {
+    ScratchOutput { data, row_stride: width, accumulate: false }
 }
 
-pub(crate) fn add_to(data: &mut [f32], width: usize) -> Output<'_> {
-    Output { data, row_stride: width, accumulate: true }
+pub(crate) fn add_to(data: &mut [f32], width: usize) -> ScratchOutput<'_> {
+    ScratchOutput { data, row_stride: width, accumulate: true }
 }
 
 /// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
@@ -72,7 +72,7 @@ pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
 
 /// `c (+)= a · b` for `a` of `rows` × `inner` and `c` of `rows` × `columns`; `inner` and `columns` are multiples of 16. A row's
 /// bits do not depend on the number of rows.
-pub(crate) fn multiply(sizes: [usize; 3], a: Matrix<'_>, b: Right<'_>, c: Output<'_>) {
+pub(crate) fn multiply(sizes: [usize; 3], a: ScratchMatrix<'_>, b: Right<'_>, c: ScratchOutput<'_>) {
     let [rows, inner, columns] = sizes;
     assert!(
         rows > 0 && [inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
@@ -97,8 +97,8 @@ pub(crate) fn multiply(sizes: [usize; 3], a: Matrix<'_>, b: Right<'_>, c: Output
 }
 
 /// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorise as its target allows.
-fn portable([rows, inner, columns]: [usize; 3], a: Matrix<'_>, b: Right<'_>, c: Output<'_>) {
-    let Output { data, row_stride, accumulate } = c;
+fn portable([rows, inner, columns]: [usize; 3], a: ScratchMatrix<'_>, b: Right<'_>, c: ScratchOutput<'_>) {
+    let ScratchOutput { data, row_stride, accumulate } = c;
     for (row, c) in data.chunks_mut(row_stride).take(rows).enumerate() {
         for (panel, c) in c[..columns].as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             let mut sums = if accumulate { *c } else { [0.0; PANEL] };
@@ -122,7 +122,7 @@ macro_rules! tiles {
     ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
      [$set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
         mod $name {
-            use super::{Matrix, Output, PANEL, Right};
+            use super::{PANEL, Right, ScratchMatrix, ScratchOutput};
             use std::arch::$arch::{$load, $set, $store};
 
             /// Vectors in a panel.
@@ -133,9 +133,9 @@ macro_rules! tiles {
             #[target_feature(enable = $features)]
             pub(super) unsafe fn multiply(
                 [rows, inner, columns]: [usize; 3],
-                a: Matrix<'_>,
+                a: ScratchMatrix<'_>,
                 b: Right<'_>,
-                mut c: Output<'_>,
+                mut c: ScratchOutput<'_>,
             ) {
                 let whole = rows / $rows * $rows;
                 let strips = (0..whole).step_by($rows).map(|row| (row, true));
@@ -168,9 +168,9 @@ macro_rules! tiles {
             unsafe fn tile<const ROWS: usize, const VECTORS: usize>(
                 [row, column]: [usize; 2],
                 inner: usize,
-                a: Matrix<'_>,
+                a: ScratchMatrix<'_>,
                 b: Right<'_>,
-                c: &mut Output<'_>,
+                c: &mut ScratchOutput<'_>,
             ) {
                 let (row_stride, accumulate) = (c.row_stride, c.accumulate);
                 let mut sums = [[$set(0.0); VECTORS]; ROWS];

@@ -37,7 +37,7 @@ arguments! {
 
 /// Tensors of one launch.
 #[derive(Default)]
-struct Group {
+struct LaunchGroup {
     entries: Vec<[u32; ENTRY_WORDS]>,
     chunks: usize,
     shared_bytes: usize,
@@ -102,7 +102,7 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     /// Adds a tensor, whose counts are at `place`, to its kernel's group.
-    fn add_entry(&self, tensor: &AdamWTensor<'_>, place: u32, groups: &mut BTreeMap<String, Group>) -> Attempt {
+    fn add_entry(&self, tensor: &AdamWTensor<'_>, place: u32, groups: &mut BTreeMap<String, LaunchGroup>) -> Attempt {
         let AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, .. } = *tensor;
         let len = grad.elem_count();
         let copies = weight.map_or(DType::F32, Tensor::dtype);

@@ -16,7 +16,7 @@ const WGMMA_SIZES: [usize; 2] = [64, 128];
 const MAX_BLOCKS: usize = 65_535;
 
 arguments! {
-    struct Rows {
+    struct RowsArg {
         first: u64,
         stride: u32,
         unused: u32,
@@ -35,8 +35,8 @@ arguments! {
     }
 
     struct AttentionForward {
-        qkv: [Rows; 3],
-        out: Rows,
+        qkv: [RowsArg; 3],
+        out: RowsArg,
         lse: u64,
         shape: ShapeArgs,
         dropout: DropoutArgs,
@@ -50,12 +50,12 @@ arguments! {
     }
 
     struct AttentionBackward {
-        qkv: [Rows; 3],
-        dout: Rows,
-        out: Rows,
+        qkv: [RowsArg; 3],
+        dout: RowsArg,
+        out: RowsArg,
         lse: u64,
         delta: u64,
-        gradients: [Rows; 3],
+        gradients: [RowsArg; 3],
         shape: ShapeArgs,
         dropout: DropoutArgs,
     }
@@ -63,7 +63,7 @@ arguments! {
 
 /// Kernels that a call consists of.
 #[derive(Clone, Copy)]
-enum Pass {
+enum AttentionPass {
     Forward,
     BackwardKeysAndValues,
     BackwardQueries,
@@ -111,14 +111,14 @@ pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> R
 
 /// One call's sizes, and the kernels that serve them.
 #[derive(Clone, Copy)]
-struct Plan {
+struct AttentionLaunch {
     shape: AttentionShape,
     dtype: DType,
     size: usize,
     by_four_warps: bool,
 }
 
-impl Plan {
+impl AttentionLaunch {
     /// There are no kernels for larger heads, for more sequences and heads than a grid has blocks, and for sinks.
     fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType, has_wgmma: bool) -> Attempt<Self> {
         require(operands.sinks.is_none() && shape.heads.max(shape.batch) <= MAX_BLOCKS)?;
@@ -132,11 +132,11 @@ impl Plan {
         self.shape.batch * self.shape.seq_len * self.shape.heads
     }
 
-    fn launch(self, pass: Pass) -> Result<KernelLaunch> {
+    fn launch(self, pass: AttentionPass) -> Result<KernelLaunch> {
         let kernel = match pass {
-            Pass::Forward => "attention_forward",
-            Pass::BackwardKeysAndValues => "attention_backward_kv",
-            Pass::BackwardQueries => "attention_backward_q",
+            AttentionPass::Forward => "attention_forward",
+            AttentionPass::BackwardKeysAndValues => "attention_backward_kv",
+            AttentionPass::BackwardQueries => "attention_backward_q",
         };
         let BlockPlan { module, rows, threads, shared_bytes } = match self.dtype {
             DType::F32 => self.in_fp32(pass),
@@ -147,8 +147,8 @@ impl Plan {
         let AttentionShape { batch, seq_len, heads, kv_heads, .. } = self.shape;
         // Blocks of keys serve all heads that share them, and a half of a large head each.
         let (heads, parts) = match (pass, self.dtype) {
-            (Pass::BackwardKeysAndValues, DType::F32) => (kv_heads, 1),
-            (Pass::BackwardKeysAndValues, _) => (kv_heads, self.size.div_ceil(128)),
+            (AttentionPass::BackwardKeysAndValues, DType::F32) => (kv_heads, 1),
+            (AttentionPass::BackwardKeysAndValues, _) => (kv_heads, self.size.div_ceil(128)),
             _ => (heads, 1),
         };
         let kernel = format!("{}_{}", kernel_symbol(&kernel, &[self.dtype])?, self.size);
@@ -156,23 +156,23 @@ impl Plan {
     }
 
     /// Shared memory holds tiles of operands and of scores.
-    fn in_fp32(self, pass: Pass) -> BlockPlan {
+    fn in_fp32(self, pass: AttentionPass) -> BlockPlan {
         let rows = (4096 / self.size.next_power_of_two()).min(64);
         let (tiles, squares) = match pass {
-            Pass::Forward => (2, 1),
-            Pass::BackwardKeysAndValues => (4, 2),
-            Pass::BackwardQueries => (4, 1),
+            AttentionPass::Forward => (2, 1),
+            AttentionPass::BackwardKeysAndValues => (4, 2),
+            AttentionPass::BackwardQueries => (4, 1),
         };
         let floats = tiles * rows * (self.size + 1) + squares * rows * (rows + 1);
         BlockPlan { module: "attention", rows, threads: 256, shared_bytes: floats * size_of::<f32>() }
     }
 
     /// Shared memory holds the rows of two stages of two tiles, and of the resident tiles if these stay.
-    fn on_tensor_cores(self, pass: Pass) -> BlockPlan {
+    fn on_tensor_cores(self, pass: AttentionPass) -> BlockPlan {
         const ROWS: usize = 64;
         let (tile, at_rest) = match (pass, self.size) {
-            (Pass::Forward, 256) => (32, ROWS),
-            (Pass::Forward, _) | (_, ..=64) => (ROWS, 0),
+            (AttentionPass::Forward, 256) => (32, ROWS),
+            (AttentionPass::Forward, _) | (_, ..=64) => (ROWS, 0),
             (_, ..=128) => (32, 2 * ROWS),
             _ => (16, 2 * ROWS),
         };
@@ -181,9 +181,9 @@ impl Plan {
     }
 
     /// Like [`Self::on_tensor_cores`], with two FP32 statistics for each query of two stages.
-    fn in_products_of_four_warps(self, pass: Pass) -> BlockPlan {
+    fn in_products_of_four_warps(self, pass: AttentionPass) -> BlockPlan {
         const ROWS: usize = 64;
-        let at_rest = if matches!(pass, Pass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };
+        let at_rest = if matches!(pass, AttentionPass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };
         let shared_bytes = 2 * (4 * ROWS + at_rest) * self.size + 16 * ROWS;
         BlockPlan { module: "attention_wgmma", rows: ROWS, threads: 128, shared_bytes }
     }
@@ -245,10 +245,10 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     /// The rows of `N` operands or gradients.
-    fn rows<const N: usize>(&self, parts: [ColumnSlice<'_>; N], dtype: DType) -> Attempt<[Rows; N]> {
-        let mut rows = [Rows { first: 0, stride: 0, unused: 0 }; N];
+    fn rows<const N: usize>(&self, parts: [ColumnSlice<'_>; N], dtype: DType) -> Attempt<[RowsArg; N]> {
+        let mut rows = [RowsArg { first: 0, stride: 0, unused: 0 }; N];
         for (rows, part) in rows.iter_mut().zip(parts) {
-            *rows = Rows { first: self.columns(part, dtype)?, stride: to_u32(part.stride())?, unused: 0 };
+            *rows = RowsArg { first: self.columns(part, dtype)?, stride: to_u32(part.stride())?, unused: 0 };
         }
         Ok(rows)
     }
@@ -257,7 +257,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let shape = &op.shape;
         let operands = &op.operands;
         let dtype = op.out.dtype();
-        let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
+        let plan = AttentionLaunch::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
         let [out] = self.rows([ColumnSlice::all(op.out)?], dtype)?;
@@ -269,14 +269,14 @@ impl<Q: Queue> CudaKernels<Q> {
             dropout,
         };
         // SAFETY: every buffer was found large enough, and `Op::check` has compared the operands with the shape.
-        Ok(unsafe { self.queue.launch(&plan.launch(Pass::Forward)?, &arguments) }?)
+        Ok(unsafe { self.queue.launch(&plan.launch(AttentionPass::Forward)?, &arguments) }?)
     }
 
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
         let shape = &op.shape;
         let operands = &op.operands;
         let dtype = op.out.dtype();
-        let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
+        let plan = AttentionLaunch::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
         let delta = self.queue.scratch(plan.stat_len())?;
@@ -300,8 +300,8 @@ impl<Q: Queue> CudaKernels<Q> {
                 let by_rows = KernelLaunch::warp_per_row("attention", "attention_delta".into(), plan.stat_len())?;
                 self.queue.launch(&by_rows, &products)?;
             }
-            self.queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)?;
-            self.queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
+            self.queue.launch(&plan.launch(AttentionPass::BackwardQueries)?, &arguments)?;
+            self.queue.launch(&plan.launch(AttentionPass::BackwardKeysAndValues)?, &arguments)?;
         }
         Ok(())
     }

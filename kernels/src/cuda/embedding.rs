@@ -2,7 +2,7 @@
 
 use super::dispatch::{Attempt, CudaKernels, is_pair, require};
 use super::elementwise::serves;
-use super::inputs::Part;
+use super::inputs::InputPart;
 use super::launch::{DropoutArgs, KernelLaunch, PACK, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use candle_core::{DType, Result, Tensor};
@@ -85,8 +85,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let (rows, width) = op.out.dims2()?;
         let types = [op.out.dtype(), input.table.dtype()];
         require(serves(width) && is_pair_or_wide(types))?;
-        let (ids, _ids) = self.words(Part::Ids, input.ids, device)?;
-        let starts = input.documents.map(|starts| self.words(Part::Documents, starts, device)).transpose()?;
+        let (ids, _ids) = self.words(InputPart::Ids, input.ids, device)?;
+        let starts = input.documents.map(|starts| self.words(InputPart::Documents, starts, device)).transpose()?;
         let (dropout, _draw) = self.dropout(input.dropout, device)?;
         let arguments = EmbeddingForward {
             table: self.address(input.table, types[1], input.table.elem_count())?,
@@ -113,10 +113,10 @@ impl<Q: Queue> CudaKernels<Q> {
         if let Some(positions) = op.dpositions {
             self.zero(positions)?;
             let places = input.places();
-            let parts = [Part::PositionOrder, Part::PositionGroups];
+            let parts = [InputPart::PositionOrder, InputPart::PositionGroups];
             self.add_rows(op, positions, 1.0, parts, |row| places.of(row))?;
         }
-        let parts = [Part::TokenOrder, Part::TokenGroups];
+        let parts = [InputPart::TokenOrder, InputPart::TokenGroups];
         let add = |table| self.add_rows(op, table, input.scale, parts, |row| input.ids[row] as usize);
         op.dtable.map_or(Ok(()), add)
     }
@@ -127,7 +127,7 @@ impl<Q: Queue> CudaKernels<Q> {
         op: &op::EmbedBackward<'_>,
         dtable: &Tensor,
         scale: f32,
-        parts: [Part; 2],
+        parts: [InputPart; 2],
         table_row: impl Fn(usize) -> usize,
     ) -> Attempt {
         let (rows, width) = op.dx.dims2()?;

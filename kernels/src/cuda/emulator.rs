@@ -123,11 +123,11 @@ fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String
 /// Aligned as a device's allocator aligns.
 #[repr(C, align(256))]
 #[derive(Clone, Copy, Debug)]
-struct Line([u8; 256]);
+struct AlignedBytes([u8; 256]);
 
 #[derive(Debug)]
 struct Allocation {
-    lines: Vec<Line>,
+    lines: Vec<AlignedBytes>,
     /// The tensor that the memory stands for.
     tensor: Option<Tensor>,
     bytes: usize,
@@ -160,7 +160,7 @@ impl Emulator {
 
     /// Memory with these bytes, which stands for `tensor`.
     fn keep(&self, bytes: &[u8], tensor: Option<&Tensor>) -> u64 {
-        let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
+        let mut lines = vec![AlignedBytes([0xff; 256]); bytes.len().div_ceil(256).max(1)];
         for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
             line.0[..part.len()].copy_from_slice(part);
         }

@@ -26,7 +26,7 @@ impl<Q: Queue> Default for Graphs<Q> {
 
 /// Everything that decides about the operations of a pass and their memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
+struct GraphKey {
     buffers: u64,
     tokens: usize,
     seq_len: usize,
@@ -37,7 +37,7 @@ struct Key {
 /// The passes of one shape.
 #[derive(Debug)]
 struct Shape<Q: Queue> {
-    key: Key,
+    key: GraphKey,
     /// The block of inputs, and its address.
     block: (u64, Q::Block),
     graph: Option<Q::Graph>,
@@ -50,7 +50,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
         let graphs = &mut *graphs;
         let key = inputs.buffers.filter(|_| !graphs.refused && self.families.contains(&KernelFamily::Graph));
-        let key = key.map(|buffers| Key {
+        let key = key.map(|buffers| GraphKey {
             buffers,
             tokens: inputs.ids.len(),
             seq_len: inputs.seq_len,

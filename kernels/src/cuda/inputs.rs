@@ -15,7 +15,7 @@ use std::sync::PoisonError;
 
 /// A part of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum InputPart {
     Draw,
     Ids,
     Targets,
@@ -34,7 +34,7 @@ pub(super) enum Part {
 /// The block of a pass.
 #[derive(Clone, Debug)]
 pub(super) struct Resident {
-    parts: Vec<(Part, Range<usize>)>,
+    parts: Vec<(InputPart, Range<usize>)>,
     pub(super) words: Vec<u32>,
     pub(super) address: u64,
     /// The host's address of the targets: tiles of the head take parts of them.
@@ -74,19 +74,20 @@ impl Resident {
         let parts = Vec::new();
         let host = targets.as_ptr() as usize;
         let mut block = Self { parts, words: Vec::new(), address: 0, targets: host, seq_len };
-        block.push(Part::Draw, &draw_words(draw));
-        block.push(Part::Ids, ids);
-        block.push(Part::Targets, targets);
+        block.push(InputPart::Draw, &draw_words(draw));
+        block.push(InputPart::Ids, ids);
+        block.push(InputPart::Targets, targets);
         if let Some(seed) = seed {
-            block.push(Part::Factors, &factors(targets.len(), seed, weights));
+            block.push(InputPart::Factors, &factors(targets.len(), seed, weights));
         }
         if let Some(starts) = documents {
-            block.push(Part::Documents, starts);
+            block.push(InputPart::Documents, starts);
         }
         let places = PositionIds { seq_len, past: 0, documents };
         let by_token = grouped(ids.len(), |row| ids[row] as usize)?;
         let by_position = grouped_by_position(ids.len(), places)?;
-        let names = [[Part::TokenOrder, Part::TokenGroups], [Part::PositionOrder, Part::PositionGroups]];
+        let names =
+            [[InputPart::TokenOrder, InputPart::TokenGroups], [InputPart::PositionOrder, InputPart::PositionGroups]];
         for ([order, groups], [sorted, mut ends]) in names.into_iter().zip([by_token, by_position]) {
             pad(&mut ends, ids.len());
             block.push(order, &sorted);
@@ -95,13 +96,13 @@ impl Resident {
         for &window in windows {
             let shape = AttentionShape { window, ..AttentionShape::new(ids.len() / seq_len, seq_len, 1, 1) };
             if let Some(ranges) = key_ranges(&shape, documents)? {
-                block.push(Part::KeyRanges(window), &ranges);
+                block.push(InputPart::KeyRanges(window), &ranges);
             }
         }
         Ok(block)
     }
 
-    fn push(&mut self, part: Part, words: &[u32]) {
+    fn push(&mut self, part: InputPart, words: &[u32]) {
         let first = self.words.len();
         self.words.extend_from_slice(words);
         self.parts.push((part, first..self.words.len()));
@@ -109,7 +110,7 @@ impl Resident {
         self.words.resize(self.words.len().next_multiple_of(4), 0);
     }
 
-    fn find(&self, part: Part) -> Option<(u64, &[u32])> {
+    fn find(&self, part: InputPart) -> Option<(u64, &[u32])> {
         let (_, range) = self.parts.iter().find(|(found, _)| *found == part)?;
         Some((self.address + (range.start * size_of::<u32>()) as u64, &self.words[range.clone()]))
     }
@@ -117,13 +118,13 @@ impl Resident {
     /// Whether the rows of its sequences begin their documents at `documents`.
     fn has_documents(&self, documents: Option<&[u32]>) -> bool {
         match documents {
-            Some(starts) => self.holds(Part::Documents, 0, starts).is_some(),
-            None => self.find(Part::Documents).is_none(),
+            Some(starts) => self.holds(InputPart::Documents, 0, starts).is_some(),
+            None => self.find(InputPart::Documents).is_none(),
         }
     }
 
     /// The address of `words`, if they are in this part, starting at `offset`.
-    fn holds(&self, part: Part, offset: usize, words: &[u32]) -> Option<u64> {
+    fn holds(&self, part: InputPart, offset: usize, words: &[u32]) -> Option<u64> {
         let (address, held) = self.find(part)?;
         let same = held.get(offset..offset + words.len()) == Some(words);
         same.then_some(address + (offset * size_of::<u32>()) as u64)
@@ -138,14 +139,14 @@ impl<Q: Queue> CudaKernels<Q> {
 
     /// The address of `words` and their owner, which must stay until their users are launched: their place in the pass's block,
     /// or new memory.
-    pub(super) fn words(&self, part: Part, words: &[u32], device: &Device) -> Attempt<(u64, Option<Tensor>)> {
+    pub(super) fn words(&self, part: InputPart, words: &[u32], device: &Device) -> Attempt<(u64, Option<Tensor>)> {
         self.words_at(part, 0, words, device)
     }
 
     /// Like [`Self::words`], with the offset in a part.
     pub(super) fn words_at(
         &self,
-        part: Part,
+        part: InputPart,
         offset: usize,
         words: &[u32],
         device: &Device,
@@ -174,13 +175,13 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn groups(
         &self,
         input: &Embedding<'_>,
-        parts: [Part; 2],
+        parts: [InputPart; 2],
         of: impl Fn(usize) -> usize,
         device: &Device,
     ) -> Attempt<([u64; 2], usize, [Option<Tensor>; 2])> {
         let rows = input.ids.len();
         let resident = self.with_resident(|block| {
-            let has_rows = block.seq_len == input.seq_len && block.find(Part::Ids)?.1 == input.ids;
+            let has_rows = block.seq_len == input.seq_len && block.find(InputPart::Ids)?.1 == input.ids;
             let [order, groups] = parts.map(|part| block.find(part).map(|(address, _)| address));
             Some([order?, groups?]).filter(|_| has_rows && block.has_documents(input.documents))
         });
@@ -196,10 +197,10 @@ impl<Q: Queue> CudaKernels<Q> {
     /// The bounds of attention in the pass's block.
     pub(super) fn resident_key_ranges(&self, shape: &AttentionShape, documents: Option<&[u32]>) -> Option<u64> {
         self.with_resident(|block| {
-            let rows = block.find(Part::Ids)?.1.len();
+            let rows = block.find(InputPart::Ids)?.1.len();
             let fits =
                 block.has_documents(documents) && rows == shape.batch * shape.seq_len && block.seq_len == shape.seq_len;
-            block.find(Part::KeyRanges(shape.window)).filter(|_| fits).map(|(address, _)| address)
+            block.find(InputPart::KeyRanges(shape.window)).filter(|_| fits).map(|(address, _)| address)
         })
     }
 
@@ -207,7 +208,7 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn dropout(&self, dropout: Option<Dropout>, device: &Device) -> Attempt<(DropoutArgs, Option<Tensor>)> {
         let Some(dropout) = dropout else { return Ok((DropoutArgs::default(), None)) };
         let (draw, key, site, threshold, keep_scale) = dropout.numbers();
-        let (draw, owner) = self.words(Part::Draw, &draw_words(draw), device)?;
+        let (draw, owner) = self.words(InputPart::Draw, &draw_words(draw), device)?;
         Ok((DropoutArgs { draw, key, site, threshold, keep_scale, unused: 0 }, owner))
     }
 }

@@ -33,13 +33,13 @@ struct Problem {
 }
 
 /// The descriptions of a problem and its algorithm.
-struct Plan {
+struct CublasPlan {
     product: sys::cublasLtMatmulDesc_t,
     matrices: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-impl Drop for Plan {
+impl Drop for CublasPlan {
     fn drop(&mut self) {
         // SAFETY: the descriptions exist, and no other copy of their addresses.
         unsafe {
@@ -55,7 +55,7 @@ impl Drop for Plan {
 pub(super) struct Products {
     library: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
-    plans: HashMap<Problem, Option<Rc<Plan>>>,
+    plans: HashMap<Problem, Option<Rc<CublasPlan>>>,
 }
 
 // SAFETY: cuBLASLt's handles and descriptions belong to no thread. `CudaQueue` uses them, and counts references to plans, under
@@ -84,7 +84,7 @@ impl Products {
     }
 }
 
-impl Plan {
+impl CublasPlan {
     /// The plan that cuBLASLt expects to be the fastest.
     fn new(
         library: sys::cublasLtHandle_t,
@@ -173,7 +173,7 @@ fn alignment(address: u64) -> u32 {
 
 /// A matrix as cuBLASLt takes it: by columns, so that ours, by rows, is its transpose.
 #[derive(Clone, Copy)]
-struct Matrix {
+struct CublasMatrix {
     address: u64,
     dtype: DType,
     /// Elements from one of our rows to the next.
@@ -181,7 +181,7 @@ struct Matrix {
     transposed: bool,
 }
 
-impl Matrix {
+impl CublasMatrix {
     fn new(queue: &CudaQueue, MatmulOperand { columns, transposed }: MatmulOperand<'_>) -> Result<Option<Self>> {
         let Some(address) = queue.address(columns.tensor())? else { return Ok(None) };
         let dtype = columns.tensor().dtype();
@@ -208,10 +208,10 @@ fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Ran
 }
 
 /// `c = alpha · a · b + bias`, or added to `c`.
-struct Product {
-    a: Matrix,
-    b: Matrix,
-    c: Matrix,
+struct CublasProduct {
+    a: CublasMatrix,
+    b: CublasMatrix,
+    c: CublasMatrix,
     of_factors: sys::cudaDataType_t,
     of_result: sys::cudaDataType_t,
     alpha: f32,
@@ -221,7 +221,7 @@ struct Product {
 }
 
 /// The product of a part of the rows, columns and depth.
-struct Part {
+struct SubProduct {
     problem: Problem,
     /// Of the factors and the result.
     addresses: [u64; 3],
@@ -231,9 +231,9 @@ struct Part {
     beta: f32,
 }
 
-impl Product {
+impl CublasProduct {
     /// The `first` part of its sums, or a later one.
-    fn part(&self, [rows, columns, depth]: [Range<usize>; 3], first: bool) -> Part {
+    fn part(&self, [rows, columns, depth]: [Range<usize>; 3], first: bool) -> SubProduct {
         let &Self { a, b, c, of_factors, of_result, alpha, bias, accumulates } = self;
         // Part of the last sum, which starts at 0.
         let bias =
@@ -250,21 +250,23 @@ impl Product {
             of_result,
             has_bias: bias.is_some(),
         };
-        Part { problem, addresses, bias, alpha, beta: if accumulates || !first { 1.0 } else { 0.0 } }
+        SubProduct { problem, addresses, bias, alpha, beta: if accumulates || !first { 1.0 } else { 0.0 } }
     }
 }
 
 impl Products {
     /// The plan of a problem; `None` if cuBLASLt has no algorithm.
-    fn plan(&mut self, problem: Problem) -> Result<Option<Rc<Plan>>> {
+    fn plan(&mut self, problem: Problem) -> Result<Option<Rc<CublasPlan>>> {
         let plan = match self.plans.entry(problem) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(empty) => empty.insert(Plan::new(self.library, &problem).map_err(Error::wrap)?.map(Rc::new)),
+            Entry::Vacant(empty) => {
+                empty.insert(CublasPlan::new(self.library, &problem).map_err(Error::wrap)?.map(Rc::new))
+            }
         };
         Ok(plan.clone())
     }
 
-    fn launch(&self, queue: &CudaQueue, plan: &Plan, part: &Part) -> Result<()> {
+    fn launch(&self, queue: &CudaQueue, plan: &CublasPlan, part: &SubProduct) -> Result<()> {
         if let Some(bias) = part.bias {
             let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             plan.set(attribute, bias).map_err(Error::wrap)?;
@@ -303,7 +305,11 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tens
     let &op::Matmul { a, b, alpha, c, mode } = op;
     let [m, k] = a.dims();
     let n = c.count();
-    let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, MatmulOperand::plain(c))?];
+    let [a, b, c] = [
+        CublasMatrix::new(queue, a)?,
+        CublasMatrix::new(queue, b)?,
+        CublasMatrix::new(queue, MatmulOperand::plain(c))?,
+    ];
     let [Some(a), Some(b), Some(c)] = [a, b, c] else { return Ok(false) };
     let [Some(of_factors), Some(of_result)] = [data_type(a.dtype), data_type(c.dtype)] else { return Ok(false) };
     if b.dtype != a.dtype || ![a.dtype, DType::F32].contains(&c.dtype) || m * n * k == 0 {
@@ -323,7 +329,7 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tens
         none => none.insert(Products::new(queue.device())?),
     };
     let accumulates = mode == WriteMode::Accumulate;
-    let whole = Product { a, b, c, of_factors, of_result, alpha, bias, accumulates };
+    let whole = CublasProduct { a, b, c, of_factors, of_result, alpha, bias, accumulates };
     // Every plan before the first launch: the caller computes the whole product if a part has none.
     let mut planned = Vec::new();
     for rows in parts(m, a.transposed, a.dtype) {

@@ -76,13 +76,13 @@ impl Graph {
 }
 
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct StagedBlock {
     words: CudaSlice<u32>,
     /// The host's copy, and the event after it is sent; `None` before the first is overwritten.
     staged: Option<(PinnedHostSlice<u32>, CudaEvent)>,
 }
 
-impl Drop for Block {
+impl Drop for StagedBlock {
     /// Frees the host's copy after it is sent.
     fn drop(&mut self) {
         if let Some((_, sent)) = &self.staged {
@@ -191,15 +191,15 @@ impl Queue for CudaQueue {
         graph.0.launch().w()
     }
 
-    type Block = Block;
+    type Block = StagedBlock;
 
-    fn block(&self, words: &[u32]) -> Result<(u64, Block)> {
+    fn block(&self, words: &[u32]) -> Result<(u64, StagedBlock)> {
         let words = self.device.clone_htod(words)?;
-        Ok((self.start(&words), Block { words, staged: None }))
+        Ok((self.start(&words), StagedBlock { words, staged: None }))
     }
 
     /// Copies from page-locked memory, because the host would wait for the launches before a copy from other memory.
-    fn overwrite(&self, Block { words, staged }: &mut Block, new: &[u32]) -> Result<()> {
+    fn overwrite(&self, StagedBlock { words, staged }: &mut StagedBlock, new: &[u32]) -> Result<()> {
         if staged.is_none() {
             let stream = self.device.cuda_stream();
             let flags = None;

@@ -3,7 +3,7 @@
 //! The forward pass is computed again and keeps the state before each chunk of tokens. Then products of matrices give the gradients
 //! of chunks, from the last to the first (Yang et al., "Parallelizing linear transformers with the delta rule", 2024).
 
-use super::{GatedDeltaBackward, Layer, STRIP, Sequence, Tokens, norms, strips_mut};
+use super::{GatedDeltaBackward, HeadTokens, OpenedLayer, STRIP, SequenceRows, norms, strips_mut};
 use crate::attention::product::{
     Right, add_to, by_columns, by_rows, in_panels, in_rows, multiply, overwrite, transpose,
 };
@@ -19,7 +19,7 @@ use std::ops::Range;
 
 /// The gradients of the outputs and of the input.
 #[derive(Clone, Copy)]
-struct Gradients<'a> {
+struct DeltaGradients<'a> {
     dy: ColumnReader<'a>,
     dinput: ColumnWriter<'a>,
     /// Whether the weights of the convolution get a gradient.
@@ -29,17 +29,17 @@ struct Gradients<'a> {
 /// Computes [`GatedDeltaBackward`].
 pub fn backward(op: &GatedDeltaBackward<'_>) -> Result<()> {
     let (opened, dy) = (read(op.input)?, read(op.dy)?);
-    let layer = &Layer::open(op.heads, op.input, &opened, op.params, op.eps)?;
+    let layer = &OpenedLayer::open(op.heads, op.input, &opened, op.params, op.eps)?;
     let dy = ColumnSlice::all(op.dy)?.source(&dy);
     let key_heads = op.heads.key_heads;
     let size = layer.partial_size();
     let tasks = op.dy.dim(0)? / op.positions.seq_len * key_heads;
     with_scratch(tasks * size, |partials| {
         write_columns([ColumnSlice::all(op.dinput)?], |[dinput]| {
-            let gradients = Gradients { dy, dinput, trains_conv: op.gradients.conv.is_some() };
+            let gradients = DeltaGradients { dy, dinput, trains_conv: op.gradients.conv.is_some() };
             partials.par_chunks_exact_mut(size).enumerate().for_each(|(task, partial)| {
                 partial.fill(0.0);
-                let sequence = Sequence::of_batch(task / key_heads, op.positions);
+                let sequence = SequenceRows::of_batch(task / key_heads, op.positions);
                 isa::vectorize!(backward_group(layer, sequence, task % key_heads, gradients, partial));
             });
         })?;
@@ -48,7 +48,7 @@ pub fn backward(op: &GatedDeltaBackward<'_>) -> Result<()> {
 }
 
 /// Adds the parts of all tasks in their order, and stores the gradients of the parameters.
-fn parameter_gradients(op: &GatedDeltaBackward<'_>, layer: &Layer<'_>, partials: &[f32]) -> Result<()> {
+fn parameter_gradients(op: &GatedDeltaBackward<'_>, layer: &OpenedLayer<'_>, partials: &[f32]) -> Result<()> {
     let parameters = op.params.all().into_iter().zip(op.gradients.all());
     let mut sums = vec![0.0; op.params.all().map(Tensor::elem_count).iter().sum()];
     let places: Vec<Vec<usize>> = (0..op.heads.key_heads).map(|key_head| layer.partial_places(key_head)).collect();
@@ -66,7 +66,7 @@ fn parameter_gradients(op: &GatedDeltaBackward<'_>, layer: &Layer<'_>, partials:
     Ok(())
 }
 
-impl Layer<'_> {
+impl OpenedLayer<'_> {
     /// The channels of a key head's task: of the query, the key and each value.
     fn channels_of_task(&self, key_head: usize) -> impl Iterator<Item = Range<usize>> {
         let group = self.heads.group();
@@ -101,10 +101,10 @@ impl Layer<'_> {
 /// The gradients of the value heads that share a key head.
 #[inline(always)]
 fn backward_group(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     key_head: usize,
-    gradients: Gradients<'_>,
+    gradients: DeltaGradients<'_>,
     partial: &mut [f32],
 ) {
     let (len, width, group) = (sequence.len, layer.padded(), layer.heads.group());
@@ -150,12 +150,12 @@ fn normalize_backward(row: &[f32], drow: &mut [f32], norm: f32, factor: f32) {
 /// Computes the gradients of a value head. Those of queries and keys are added to the sums of the group.
 #[inline(always)]
 fn backward_head(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     value_head: usize,
     [queries, keys]: [&[f32]; 2],
     [dqueries, dkeys]: [&mut [f32]; 2],
-    gradients: Gradients<'_>,
+    gradients: DeltaGradients<'_>,
     [dconv, dhead, dnorm]: [&mut [f32]; 3],
 ) {
     let (len, width) = (sequence.len, layer.padded());
@@ -168,7 +168,7 @@ fn backward_head(
             layer.decays_and_strengths(sequence, value_head, [decays, strengths]);
             layer.mix(sequence, layer.value(value_head), [values, scratch], width);
             outputs.copy_from_slice(values);
-            let tokens = Tokens { sequence, size, queries, keys, decays, strengths };
+            let tokens = HeadTokens { sequence, size, queries, keys, decays, strengths };
             let chunks = || (0..len).step_by(CHUNK).map(|first| first..len.min(first + CHUNK));
             let count = width / STRIP;
             for strip in 0..count {
@@ -199,12 +199,12 @@ fn backward_head(
 /// Replaces the outputs of a value head by their gradients, stores those of `z`, and adds those of the norm's weight.
 #[inline(always)]
 fn output_gradients(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     value_head: usize,
     outputs: &mut [f32],
     scratch: &mut [f32],
-    gradients: Gradients<'_>,
+    gradients: DeltaGradients<'_>,
     dnorm: &mut [f32],
 ) {
     let size = layer.heads.value_dim;
@@ -236,11 +236,11 @@ fn output_gradients(
 /// Stores the gradients of `b` and `a`, and adds those of `a_log` and `dt_bias`.
 #[inline(always)]
 fn gate_gradients(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     value_head: usize,
     [dlog_decays, dstrengths]: [&[f32]; 2],
-    gradients: Gradients<'_>,
+    gradients: DeltaGradients<'_>,
     dhead: &mut [f32],
 ) {
     let mut sums = [0.0; 2];
@@ -282,7 +282,7 @@ impl HeadRows<'_> {
     /// Computes the gradients of a chunk of tokens, given the state before it. With the product `D_ij` of the decays after token `j` up to
     /// token `i`, the state after token `i` is `D_i0 S_0 + Σ_j D_ij k_j δ_jᵀ`.
     #[inline(always)]
-    fn backward(&mut self, tokens: Tokens<'_>, chunk: Range<usize>, state: &[f32]) {
+    fn backward(&mut self, tokens: HeadTokens<'_>, chunk: Range<usize>, state: &[f32]) {
         let (len, size) = (chunk.len(), tokens.size);
         let (width, count) = (state.len() / size, len.next_multiple_of(PAD));
         let of_keys = chunk.start * size..chunk.end * size;
@@ -463,7 +463,7 @@ fn negate_and_mirror(x: &mut [f32], size: usize) {
 /// Writes the products of the decays after each token, in the columns, up to each token of a chunk, in the rows; above the diagonal, and
 /// in the padding, zeros. `since_start` gets those of all decays up to each token.
 #[inline(always)]
-fn chunk_decays(tokens: Tokens<'_>, chunk: Range<usize>, decays: &mut [f32], since_start: &mut [f32]) {
+fn chunk_decays(tokens: HeadTokens<'_>, chunk: Range<usize>, decays: &mut [f32], since_start: &mut [f32]) {
     let count = since_start.len();
     decays.fill(0.0);
     since_start.fill(0.0);
@@ -484,12 +484,12 @@ fn chunk_decays(tokens: Tokens<'_>, chunk: Range<usize>, decays: &mut [f32], sin
 /// input and writes those of the weights, `[K, channels]`.
 #[inline(always)]
 fn mix_backward(
-    layer: &Layer<'_>,
-    sequence: Sequence<'_>,
+    layer: &OpenedLayer<'_>,
+    sequence: SequenceRows<'_>,
     channels: Range<usize>,
     [rows, scratch]: [&mut [f32]; 2],
     width: usize,
-    gradients: Gradients<'_>,
+    gradients: DeltaGradients<'_>,
     dconv: &mut [f32],
 ) {
     let (len, count, taps) = (sequence.len, channels.len(), layer.taps.count());
@@ -523,7 +523,7 @@ fn mix_backward(
 /// Writes the gradients of a convolution's weights, `[K, channels]`, from its `inputs [T, channels]` and the gradients `rows [T, width]` of
 /// its outputs.
 #[inline(always)]
-fn convolution_gradients(sequence: Sequence<'_>, inputs: &[f32], rows: &[f32], width: usize, dconv: &mut [f32]) {
+fn convolution_gradients(sequence: SequenceRows<'_>, inputs: &[f32], rows: &[f32], width: usize, dconv: &mut [f32]) {
     let count = inputs.len() / sequence.len;
     for (before, dtap) in dconv.chunks_exact_mut(count).enumerate() {
         for (first, dtap) in (0..count).step_by(STRIPE).zip(dtap.chunks_mut(STRIPE)) {

@@ -89,7 +89,7 @@ impl Drop for PackBuffer {
 
 /// The memory that one product needs in addition to its tasks' own memory.
 #[derive(Debug)]
-pub(super) struct Workspace {
+pub(super) struct GemmWorkspace {
     /// The operand that tasks share.
     pub(super) shared: PackBuffer,
     pub(super) partial: PackBuffer,
@@ -97,18 +97,18 @@ pub(super) struct Workspace {
     pub(super) second: [PackBuffer; 2],
 }
 
-impl Workspace {
+impl GemmWorkspace {
     pub(super) const fn new() -> Self {
         Self { shared: PackBuffer::new(), partial: PackBuffer::new(), second: [const { PackBuffer::new() }; 2] }
     }
 }
 
 /// Passes a workspace to `body`. Concurrent products get different ones.
-pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
-    static IDLE: Mutex<Vec<Workspace>> = Mutex::new(Vec::new());
+pub(super) fn with_workspace<R>(body: impl FnOnce(&mut GemmWorkspace) -> R) -> R {
+    static IDLE: Mutex<Vec<GemmWorkspace>> = Mutex::new(Vec::new());
     let idle = || IDLE.lock().unwrap_or_else(PoisonError::into_inner);
     let recycled = idle().pop();
-    let mut workspace = recycled.unwrap_or(const { Workspace::new() });
+    let mut workspace = recycled.unwrap_or(const { GemmWorkspace::new() });
     let result = body(&mut workspace);
     idle().push(workspace);
     result

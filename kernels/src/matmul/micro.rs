@@ -51,7 +51,7 @@ pub(super) struct PrefetchQueue {
 /// Units multiplied between two prefetches.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[derive(Clone, Copy, Debug)]
-struct Span {
+struct PrefetchSpan {
     address: *const i8,
     units: usize,
 }
@@ -101,19 +101,22 @@ impl PrefetchQueue {
     /// The addresses, evenly spread over `units`. There is always at least one, possibly of nothing.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
-    fn spread_over(&self, units: usize) -> impl Iterator<Item = Span> {
+    fn spread_over(&self, units: usize) -> impl Iterator<Item = PrefetchSpan> {
         let count = self.len.clamp(1, MAX_AHEAD);
         let each = units / count;
         let last = count - 1;
         (0..count).map(
             #[inline(always)]
-            move |i| Span { address: self.addresses[i], units: if i == last { units - each * last } else { each } },
+            move |i| PrefetchSpan {
+                address: self.addresses[i],
+                units: if i == last { units - each * last } else { each },
+            },
         )
     }
 }
 
 /// Multiplies two panels.
-type Run = unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile);
+type RunKernel = unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile);
 
 /// A micro-kernel and the shape of its panels.
 #[derive(Clone, Copy, Debug)]
@@ -125,11 +128,11 @@ pub(super) struct MicroKernel {
     /// The units of the panels of A and of B, with the same numbers of elements and of words.
     units: [PackUnit; 2],
     /// `tile = A·B` over this number of words of each line.
-    run: Run,
+    run: RunKernel,
     /// The same sums for A's first line alone; other rows of the tile are undefined.
-    run_one: Run,
+    run_one: RunKernel,
     /// Both for panels of B that are kept in 16 bits.
-    narrow: Option<[Run; 2]>,
+    narrow: Option<[RunKernel; 2]>,
     /// The words of A's panels for one of B's.
     ratio: usize,
     /// Functions that a thread calls before and after it runs the kernel, if any.
@@ -152,8 +155,8 @@ impl MicroKernel {
             Isa::Portable => Self::in_registers([4, 8], PackUnit::Float, [portable::<4>, portable::<1>]),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
-                let narrow: [Run; 2] = [avx2::float::<T, 6>, avx2::float::<T, 1>];
-                let run: [Run; 2] = [avx2::float::<f32, 6>, avx2::float::<f32, 1>];
+                let narrow: [RunKernel; 2] = [avx2::float::<T, 6>, avx2::float::<T, 1>];
+                let run: [RunKernel; 2] = [avx2::float::<f32, 6>, avx2::float::<f32, 1>];
                 let kernel = Self::in_registers([6, 16], PackUnit::Float, run);
                 Self { narrow: (T::DTYPE != candle_core::DType::F32).then_some(narrow), ..kernel }
             }
@@ -165,7 +168,7 @@ impl MicroKernel {
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => {
-                let narrow: Option<[Run; 2]> = match T::DTYPE {
+                let narrow: Option<[RunKernel; 2]> = match T::DTYPE {
                     candle_core::DType::F16 => Some([avx512::half::<8>, avx512::half::<1>]),
                     candle_core::DType::BF16 => Some([avx512::bf16::<8>, avx512::bf16::<1>]),
                     _ => None,
@@ -182,7 +185,7 @@ impl MicroKernel {
         }
     }
 
-    fn in_registers([rows, cols]: [usize; 2], unit: PackUnit, [run, run_one]: [Run; 2]) -> Self {
+    fn in_registers([rows, cols]: [usize; 2], unit: PackUnit, [run, run_one]: [RunKernel; 2]) -> Self {
         Self { rows, cols, units: [unit; 2], run, run_one, narrow: None, ratio: 1, around: None }
     }
 

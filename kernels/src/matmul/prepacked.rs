@@ -9,13 +9,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Address of the first element, then rows, columns and both strides.
-type Key = [usize; 5];
+type PackedKey = [usize; 5];
 
 /// The matrices that may be kept, by address, and the panels of those that were multiplied.
 #[derive(Debug, Default)]
 struct Prepacked {
     addresses: BTreeSet<usize>,
-    panels: BTreeMap<Key, Rc<PackBuffer>>,
+    panels: BTreeMap<PackedKey, Rc<PackBuffer>>,
 }
 
 thread_local! {

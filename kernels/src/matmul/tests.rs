@@ -3,7 +3,7 @@
 use super::super::amx::model::EmulatedTiles;
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::buffer::{PackBuffer, Workspace, with_thread_buffer};
+use super::buffer::{GemmWorkspace, PackBuffer, with_thread_buffer};
 use super::epilogue::OutputMatrix;
 use super::micro::MicroKernel;
 use super::{Epilogue, Gemm, GemmShape, LowRankTerm, Operand, with_packed, words};
@@ -359,10 +359,10 @@ fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], dept
     let a = Operand::new(&a, m, k);
     let b = Operand::new(&b, k, n);
     let second = (depth > 0).then_some(term);
-    let mut workspace = Workspace::new();
+    let mut workspace = GemmWorkspace::new();
     pool.install(|| Gemm { second, ..Gemm::new(a, b) }.run_in(&mut workspace, kernel, OutputMatrix::new(&mut c, n)));
     let own = pool.broadcast(|_| with_thread_buffer(|buffer| buffer.bytes()));
-    let Workspace { shared, partial, second: [a, b] } = &workspace;
+    let GemmWorkspace { shared, partial, second: [a, b] } = &workspace;
     [own.into_iter().max().unwrap(), shared.bytes(), partial.bytes(), a.bytes(), b.bytes()]
 }
 

@@ -17,26 +17,26 @@ const LANES: usize = 32;
 const INF: u32 = 0x7f80_0000;
 
 /// A storage type that widens exactly to FP32.
-pub trait Element: Copy {
+pub trait ExactFloat: Copy {
     /// The FP32 pattern of `|self|`, including infinities and NaNs.
     fn magnitude_bits(self) -> u32;
 }
 
-impl Element for f32 {
+impl ExactFloat for f32 {
     #[inline(always)]
     fn magnitude_bits(self) -> u32 {
         self.to_bits() & 0x7fff_ffff
     }
 }
 
-impl Element for bf16 {
+impl ExactFloat for bf16 {
     #[inline(always)]
     fn magnitude_bits(self) -> u32 {
         u32::from(self.to_bits() & 0x7fff) << 16
     }
 }
 
-impl Element for f16 {
+impl ExactFloat for f16 {
     /// Branch-free, and without FP32 subnormals, which would be slow.
     #[inline(always)]
     fn magnitude_bits(self) -> u32 {
@@ -79,13 +79,13 @@ pub struct TensorStats {
 impl TensorStats {
     /// Summarizes `values`; `format`, usually that of the storage, defines which values are subnormal.
     #[inline(always)]
-    pub fn of<T: Element>(values: &[T], format: FloatFormat) -> Self {
+    pub fn of<T: ExactFloat>(values: &[T], format: FloatFormat) -> Self {
         scan(values, format, |_, _, _| {})
     }
 
     /// Like [`of`](Self::of), and adds the values to `histogram`.
     #[inline(always)]
-    pub fn with_histogram<T: Element>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
+    pub fn with_histogram<T: ExactFloat>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
         let mut counters = ExponentCounters([0; 256]);
         let stats = scan(
             values,
@@ -126,7 +126,11 @@ impl TensorStats {
 /// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero, and with the
 /// largest of them and the number of those above zero. The last block is padded with zeros.
 #[inline(always)]
-fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK], u32, u32)) -> TensorStats {
+fn scan<T: ExactFloat>(
+    values: &[T],
+    format: FloatFormat,
+    mut visit: impl FnMut(&[u32; BLOCK], u32, u32),
+) -> TensorStats {
     let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
     let threshold = (format.min_normal() as f32).to_bits();
     let mut reduction = Reduction::new();
@@ -161,7 +165,7 @@ fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u
 
 /// Fills a block with the values' patterns and returns the largest.
 #[inline(always)]
-fn upcast<T: Element>(values: &[T; BLOCK], block: &mut [u32; BLOCK]) -> u32 {
+fn upcast<T: ExactFloat>(values: &[T; BLOCK], block: &mut [u32; BLOCK]) -> u32 {
     let mut max = [0; LANES];
     for (lanes, values) in block.as_chunks_mut::<LANES>().0.iter_mut().zip(values.as_chunks::<LANES>().0) {
         for i in 0..LANES {
@@ -321,7 +325,7 @@ mod tests {
         assert_eq!(TensorStats { sum_squares: theirs.sum_squares, ..*ours }, *theirs);
     }
 
-    fn check<T: Element>(values: &[T], to_f32: impl Fn(T) -> f32, format: FloatFormat) {
+    fn check<T: ExactFloat>(values: &[T], to_f32: impl Fn(T) -> f32, format: FloatFormat) {
         let (stats, histogram) = reference(&values.iter().map(|&x| to_f32(x)).collect::<Vec<_>>(), format);
         let mut counted = ExponentHistogram::new();
         assert_same(&TensorStats::with_histogram(values, format, &mut counted), &stats);

@@ -12,7 +12,7 @@ use std::str::FromStr;
 use strum::VariantNames;
 
 #[derive(Debug, Subcommand)]
-pub(super) enum View {
+pub(super) enum LabView {
     /// A number in every format: its bits, what is stored, what is lost
     Bits(BitsArgs),
     /// Every format's range on a log2 axis, with a value's or a run's numbers

@@ -7,13 +7,13 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 /// Buffers with the bytes to or from each process.
-type Buffers = Vec<Vec<u8>>;
+type PeerBuffers = Vec<Vec<u8>>;
 
 /// Exchanges bytes in the order of its requests. Meanwhile nothing else may use the group.
 #[derive(Debug)]
 pub(crate) struct AsyncExchange {
-    requests: Sender<(Buffers, Buffers)>,
-    completed: Receiver<Result<(Buffers, Duration)>>,
+    requests: Sender<(PeerBuffers, PeerBuffers)>,
+    completed: Receiver<Result<(PeerBuffers, Duration)>>,
     /// The time of all completed exchanges.
     pub(crate) total: Duration,
 }
@@ -21,7 +21,7 @@ pub(crate) struct AsyncExchange {
 impl AsyncExchange {
     /// Starts the thread, which ends with this value.
     pub(crate) fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, group: &'scope dyn ProcessGroup) -> Self {
-        let (requests, requested) = channel::<(Buffers, Buffers)>();
+        let (requests, requested) = channel::<(PeerBuffers, PeerBuffers)>();
         let (results, completed) = channel();
         scope.spawn(move || {
             for (out, mut into) in requested {
@@ -38,12 +38,12 @@ impl AsyncExchange {
     }
 
     /// Sends `out[r]` to each rank `r`, and receives bytes for each of `into`, after the earlier exchanges.
-    pub(crate) fn start(&self, out: Buffers, into: Buffers) -> Result<()> {
+    pub(crate) fn start(&self, out: PeerBuffers, into: PeerBuffers) -> Result<()> {
         self.requests.send((out, into)).map_err(|_| self.failure())
     }
 
     /// Waits for the first exchange that has not been waited for, and returns the received bytes.
-    pub(crate) fn wait(&mut self) -> Result<Buffers> {
+    pub(crate) fn wait(&mut self) -> Result<PeerBuffers> {
         let (into, time) = self.completed.recv().map_err(|_| self.failure())??;
         self.total += time;
         Ok(into)

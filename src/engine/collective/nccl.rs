@@ -131,11 +131,11 @@ struct OnGpus {
     functions: Functions,
     device: CudaDevice,
     stream: Arc<CudaStream>,
-    state: Mutex<State>,
+    state: Mutex<NcclState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct NcclState {
     /// NCCL's communicator; null after an error.
     communicator: AtomicPtr<c_void>,
     /// The exchanges that have not been waited for.
@@ -189,7 +189,7 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     // SAFETY: the GPU's context is current, and all processes call it with the leader's id.
     let init = || unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) };
     functions.check(watched(&*group, init))?;
-    let state = Mutex::new(State { communicator: AtomicPtr::new(communicator), pending: VecDeque::new() });
+    let state = Mutex::new(NcclState { communicator: AtomicPtr::new(communicator), pending: VecDeque::new() });
     let stream = device.cuda_stream().context().new_stream().w()?;
     Ok(Arc::new(OnGpus { group, functions, device: device.clone(), stream, state }))
 }
@@ -297,12 +297,12 @@ impl OnGpus {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, NcclState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls `body` with the communicator, and ends all exchanges if it fails.
-    fn with_communicator<T>(&self, state: &State, body: impl FnOnce(*mut c_void) -> Result<T>) -> Result<T> {
+    fn with_communicator<T>(&self, state: &NcclState, body: impl FnOnce(*mut c_void) -> Result<T>) -> Result<T> {
         let communicator = state.communicator.load(Ordering::Relaxed);
         if communicator.is_null() {
             return Err(Error::Collective("the exchange between GPUs has failed before".into()));

@@ -8,7 +8,7 @@
 
 mod graph;
 
-use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
+use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, INT64, OnnxGraph, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::{
     EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Recurrence,
@@ -56,7 +56,7 @@ pub(super) fn write(spec: &ModelSpec, weights: &Parameters, options: OnnxOptions
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
-    let mut builder = GraphBuilder { spec, options, graph: Graph::default(), data, quantized: HashMap::new() };
+    let mut builder = GraphBuilder { spec, options, graph: OnnxGraph::default(), data, quantized: HashMap::new() };
     builder.weights(weights)?;
     builder.decoder();
     let GraphBuilder { graph, mut data, .. } = builder;
@@ -124,7 +124,7 @@ struct PositionInputs {
 struct GraphBuilder<'a> {
     spec: &'a ModelSpec,
     options: OnnxOptions,
-    graph: Graph,
+    graph: OnnxGraph,
     data: ExternalData,
     /// Activations already quantized: values, scale and zero point.
     quantized: HashMap<String, [String; 3]>,
@@ -547,7 +547,7 @@ impl GraphBuilder<'_> {
 }
 
 /// `cap · tanh(x / cap)` under the name `result`.
-fn soft_cap(graph: &mut Graph, x: &str, cap: &str, result: &str) -> String {
+fn soft_cap(graph: &mut OnnxGraph, x: &str, cap: &str, result: &str) -> String {
     let ratio = graph.op("Div", &[x, cap], &[]);
     let tanh = graph.op("Tanh", &[&ratio], &[]);
     graph.op_as(result, "Mul", &[&tanh, cap], &[]);

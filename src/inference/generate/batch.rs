@@ -33,7 +33,7 @@ impl Completion {
 }
 
 /// A text that is being generated.
-struct Running<'a> {
+struct RunningText<'a> {
     /// The number of its request.
     number: usize,
     text: Continuation<'a>,
@@ -59,7 +59,7 @@ pub fn generate_batch(
         let device = weights.device();
         let mut cache = KvCache::empty(policy, &device);
         let mut waiting = requests.iter().enumerate();
-        let mut running: Vec<Running<'_>> = Vec::new();
+        let mut running: Vec<RunningText<'_>> = Vec::new();
         loop {
             let mut rows: usize = running.len();
             while running.len() < batch_size.max(1) && rows < PASS_TOKENS {
@@ -71,7 +71,7 @@ pub fn generate_batch(
                     continue;
                 }
                 cache.add(decoder.spec(), capacity)?;
-                running.push(Running { number, text, log_probs: Vec::new() });
+                running.push(RunningText { number, text, log_probs: Vec::new() });
                 rows += request.prompt.len();
             }
             if running.is_empty() {
@@ -97,7 +97,7 @@ pub fn generate_batch(
             for row in (0..running.len()).rev() {
                 if let Some(reason) = running[row].text.stopped() {
                     cache.remove(row);
-                    let Running { number, text, log_probs } = running.remove(row);
+                    let RunningText { number, text, log_probs } = running.remove(row);
                     on_end(number, Completion { ids: text.new_ids().to_vec(), log_probs, reason })?;
                 }
             }

@@ -1,6 +1,6 @@
 //! Renders a simulation: the loss scale as a chart under its ceiling, a table of the settings, and one step as text.
 
-use super::{Attempt, Mean, ScalerComparison, Trajectory};
+use super::{Mean, ScalerComparison, SimulatedStep, Trajectory};
 use crate::lab::number::short;
 use crate::precision::ScaleChange;
 use crate::ui::format::letter;
@@ -35,7 +35,7 @@ impl ScalerComparison {
         page
     }
 
-    fn attempts(&self) -> impl Iterator<Item = &Attempt> {
+    fn attempts(&self) -> impl Iterator<Item = &SimulatedStep> {
         self.trajectories.iter().flat_map(|trajectory| &trajectory.attempts)
     }
 
@@ -46,7 +46,7 @@ impl ScalerComparison {
 
     /// The range of log2 of all scales, with room for the ceiling.
     fn range(&self) -> (f64, f64) {
-        let Some((low, high)) = extent(self.attempts().map(Attempt::log2_scale)) else { return (0.0, 1.0) };
+        let Some((low, high)) = extent(self.attempts().map(SimulatedStep::log2_scale)) else { return (0.0, 1.0) };
         let room = if self.has_ceiling() { 1.0 } else { 0.0 };
         (low.floor(), high.ceil().max(low.floor() + 1.0) + room)
     }
@@ -165,7 +165,7 @@ impl Trajectory {
             let (role, outcome) = if finite { (Role::Good, "✓ applied") } else { (Role::Bad, "✕ skipped") };
             (role, format!("   {outcome}"))
         };
-        let columns: &[Column<Attempt>] = &[
+        let columns: &[Column<SimulatedStep>] = &[
             ("step", -8, &|attempt| plain(attempt.step)),
             ("scale", 12, &|attempt| plain(f64::from(attempt.scale))),
             ("   outcome", -13, &|attempt| outcome(attempt.finite)),
@@ -190,12 +190,12 @@ struct ChartColumn {
 }
 
 impl ChartColumn {
-    fn new(attempts: &[Attempt], cursor: Option<u64>, max: f64) -> Self {
-        let is_shown = |attempt: &Attempt| cursor.is_none_or(|cursor| attempt.step <= cursor);
+    fn new(attempts: &[SimulatedStep], cursor: Option<u64>, max: f64) -> Self {
+        let is_shown = |attempt: &SimulatedStep| cursor.is_none_or(|cursor| attempt.step <= cursor);
         let largest = attempts.iter().filter_map(|attempt| attempt.largest).reduce(f32::max);
         let span = attempts.first().zip(attempts.last());
         Self {
-            scale: attempts.iter().rfind(|attempt| is_shown(attempt)).map(Attempt::log2_scale),
+            scale: attempts.iter().rfind(|attempt| is_shown(attempt)).map(SimulatedStep::log2_scale),
             ceiling: largest.map(|largest| (max / f64::from(largest)).log2()),
             overflows: attempts.first().is_some_and(is_shown) && attempts.iter().any(|attempt| !attempt.finite),
             at_cursor: cursor.zip(span).is_some_and(|(at, (first, last))| (first.step..=last.step).contains(&at)),
@@ -213,7 +213,7 @@ fn brief(x: f64) -> String {
 }
 
 /// The effect of an attempt on the scale; empty if it held.
-fn effect(attempt: &Attempt) -> String {
+fn effect(attempt: &SimulatedStep) -> String {
     let after = short(f64::from(attempt.after));
     match attempt.change {
         ScaleChange::Held if attempt.finite => String::new(),

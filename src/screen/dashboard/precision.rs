@@ -4,7 +4,7 @@ use super::app::Tab;
 use super::layout;
 use super::scene::Scene;
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
-use crate::telemetry::{GradStats, Layer, RunState};
+use crate::telemetry::{GradStats, LayerStats, RunState};
 use crate::ui::{Canvas, Role, Ruler, format};
 use ratatui::layout::Rect;
 
@@ -171,7 +171,7 @@ fn summary(stats: &GradStats, shift: i32) -> String {
 }
 
 /// One layer: name, smallest magnitude, and the range from smallest to largest with the root mean square on it.
-fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, layer: &Layer, shift: i32) {
+fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, layer: &LayerStats, shift: i32) {
     canvas.text(1, y, label(&layer.name), Role::Text);
     for column in ruler.limits() {
         canvas.glyph(column, y, '┊', Role::Dim);
@@ -218,11 +218,11 @@ fn label(layer: &str) -> &str {
 }
 
 /// At most `rows` layers: adjacent blocks are merged until they fit.
-fn fold(layers: Vec<Layer>, rows: u16) -> Vec<Layer> {
+fn fold(layers: Vec<LayerStats>, rows: u16) -> Vec<LayerStats> {
     let blocks = layers.iter().filter(|layer| layer.name.starts_with("h.")).count();
     let others = layers.len() - blocks;
     let together = blocks.div_ceil(usize::from(rows).saturating_sub(others).max(1)).max(1);
-    let mut folded: Vec<Layer> = Vec::new();
+    let mut folded: Vec<LayerStats> = Vec::new();
     let mut joined = 0;
     for layer in layers {
         let block = layer.name.starts_with("h.");
@@ -312,10 +312,10 @@ fn unscaled(run: &RunState) -> Option<(ExponentHistogram, String)> {
 mod tests {
     use super::*;
 
-    fn layers(blocks: usize) -> Vec<Layer> {
+    fn layers(blocks: usize) -> Vec<LayerStats> {
         let names = ["wte", "wpe"].map(String::from).into_iter();
         let names = names.chain((0..blocks).map(|block| format!("h.{block}"))).chain(["ln_f".into()]);
-        names.map(|name| Layer { name, ..Layer::default() }).collect()
+        names.map(|name| LayerStats { name, ..LayerStats::default() }).collect()
     }
 
     fn folded(blocks: usize, rows: u16) -> Vec<String> {

@@ -145,12 +145,12 @@ impl Tab for TensorsTab {
 }
 
 /// A column right of the names: its heading, its width, and the text and the role of a row's cell.
-type Column = (&'static str, usize, fn(&Scene, &TensorRow) -> (String, Role));
+type TensorColumn = (&'static str, usize, fn(&Scene, &TensorRow) -> (String, Role));
 
 /// The columns that leave room for the names in a table of this width, and the width of the names.
-fn columns(scene: &Scene, width: usize) -> (Vec<Column>, usize) {
+fn columns(scene: &Scene, width: usize) -> (Vec<TensorColumn>, usize) {
     let [min, max] = if scene.true_magnitudes { ["true min", "true max"] } else { ["min|g|", "max|g|"] };
-    let all: [Column; 10] = [
+    let all: [TensorColumn; 10] = [
         ("type", 4, |scene, row| text(format!("{:<4}", scene.run().computes_in(&row.name)))),
         ("2^-24", 7, |scene, row| text(touched(scene.run(), &row.name).unwrap_or_else(|| "-".into()))),
         ("elements", 9, |_, row| text(format::count(row.stats.count as f64))),
@@ -191,7 +191,7 @@ fn divisor(scene: &Scene) -> f32 {
 }
 
 /// Draws the heading, or a tensor's row.
-fn draw_row(scene: &Scene, canvas: &mut Canvas, y: u16, name: &str, columns: &[Column], row: Option<&TensorRow>) {
+fn draw_row(scene: &Scene, canvas: &mut Canvas, y: u16, name: &str, columns: &[TensorColumn], row: Option<&TensorRow>) {
     let mut x = canvas.text(0, y, name, if row.is_some() { Role::Text } else { Role::Dim });
     for (at, (heading, width, cell)) in columns.iter().enumerate() {
         let (text, role) = row.map_or_else(|| ((*heading).to_owned(), Role::Dim), |row| cell(scene, row));

@@ -13,7 +13,7 @@ pub(super) const BLOCK_BYTES: usize = 17;
 
 /// Replaces the type of tensors in MXFP4, and returns their names; `None` if the header is damaged.
 pub(super) fn replace_types(header: &mut [u8]) -> Option<BTreeSet<String>> {
-    let mut header = Header { bytes: header, at: 4 };
+    let mut header = HeaderReader { bytes: header, at: 4 };
     // Older versions have no such tensors.
     let _version = header.u32().filter(|version| [2, 3].contains(version))?;
     let (tensors, entries) = (header.u64()?, header.u64()?);
@@ -37,12 +37,12 @@ pub(super) fn replace_types(header: &mut [u8]) -> Option<BTreeSet<String>> {
 }
 
 /// The beginning of a file, and the next byte to read.
-struct Header<'a> {
+struct HeaderReader<'a> {
     bytes: &'a mut [u8],
     at: usize,
 }
 
-impl Header<'_> {
+impl HeaderReader<'_> {
     fn take(&mut self, count: u64) -> Option<&[u8]> {
         let end = self.at.checked_add(usize::try_from(count).ok()?)?;
         let taken = self.bytes.get(self.at..end)?;

@@ -110,10 +110,10 @@ impl Tensors {
     }
 
     /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`; in Llama-like families `embed_tokens`, `h.0`, …, `norm`.
-    pub(super) fn layers(&self) -> Vec<Layer> {
-        let mut layers: Vec<Layer> = Vec::new();
+    pub(super) fn layers(&self) -> Vec<LayerStats> {
+        let mut layers: Vec<LayerStats> = Vec::new();
         for row in &self.rows {
-            let layer = Layer {
+            let layer = LayerStats {
                 name: layer_name(&row.name),
                 min_abs: row.stats.min_abs,
                 max_abs: row.stats.max_abs,
@@ -152,7 +152,7 @@ pub(super) fn layer_order(layer: &str) -> (u8, u32) {
 
 /// The gradients of one layer, or of several adjacent ones.
 #[derive(Debug, Clone, Default)]
-pub struct Layer {
+pub struct LayerStats {
     /// `h.3`, `wte`, or `h.2-3` for merged adjacent layers.
     pub name: String,
     /// Smallest magnitude above zero.
@@ -169,7 +169,7 @@ pub struct Layer {
     pub fallback_dtype: Option<String>,
 }
 
-impl Layer {
+impl LayerStats {
     /// Merges the next layer into this one.
     pub fn join(&mut self, next: &Self) {
         let first = self.name.split('-').next().unwrap_or_default().to_owned();

@@ -24,7 +24,7 @@ const HASH_CHUNK: usize = 1 << 16;
 
 /// The log-probabilities, and the facts that determine them.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct StoredReference {
     version: u32,
     /// SHA-256 of the reference's weights.
     weights: String,
@@ -36,7 +36,7 @@ struct Stored {
     logps: ReferenceLogps,
 }
 
-impl Stored {
+impl StoredReference {
     fn hash(logps: &ReferenceLogps) -> Result<String> {
         Ok(Digest::of(&serde_json::to_vec(logps).map_err(candle_core::Error::wrap)?).sha256)
     }
@@ -83,8 +83,8 @@ impl Trainer {
             let run = self.run.as_ref().filter(|_| self.engine.group.is_leader());
             if let (Some(run), Some(weights)) = (run, self.reference_sha256.clone()) {
                 let Fingerprint { policy, data, .. } = self.fingerprint.clone();
-                let sha256 = Some(Stored::hash(&logps)?);
-                let stored = Stored { version: VERSION, weights, policy, data, sha256, logps: logps.clone() };
+                let sha256 = Some(StoredReference::hash(&logps)?);
+                let stored = StoredReference { version: VERSION, weights, policy, data, sha256, logps: logps.clone() };
                 let text = serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?;
                 // Only a resumed run reads the file.
                 if let Err(error) = run.replace(FILE, &text) {
@@ -217,7 +217,7 @@ impl Trainer {
         let mut text = Vec::new();
         let read = untrusted::open(&path).and_then(|mut file| file.read_to_end(&mut text));
         read.map_err(Error::io("read", &path))?;
-        let stored: Stored = serde_json::from_slice(&text).map_err(|error| {
+        let stored: StoredReference = serde_json::from_slice(&text).map_err(|error| {
             Error::checkpoint(&path, format!("{error}; delete the file, and the run computes it again"))
         })?;
         if stored.version != VERSION {
@@ -225,7 +225,7 @@ impl Trainer {
                 format!("has format version {}, not {VERSION}; delete it to compute it again", stored.version);
             return Err(Error::checkpoint(&path, message));
         }
-        if stored.sha256.is_some_and(|written| Stored::hash(&stored.logps).ok() != Some(written)) {
+        if stored.sha256.is_some_and(|written| StoredReference::hash(&stored.logps).ok() != Some(written)) {
             return Err(Error::checkpoint(&path, "it changed since it was written; delete it to compute it again"));
         }
         let same = self.reference_sha256.as_ref().is_none_or(|known| *known == stored.weights)

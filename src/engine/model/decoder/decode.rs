@@ -28,7 +28,7 @@ pub struct KvCache {
     residual: DType,
     device: Device,
     /// Made for the number of tokens that were decoded last.
-    buffers: Option<Buffers>,
+    buffers: Option<DecodeBuffers>,
 }
 
 /// A sequence's part of a layer.
@@ -52,7 +52,7 @@ struct SequenceCache {
 /// The residual stream, and for each compute type in use the activations of one block. All blocks reuse them, because no
 /// backward pass follows.
 #[derive(Debug)]
-struct Buffers {
+struct DecodeBuffers {
     rows: usize,
     stream: Tensor,
     blocks: Vec<LayerScratch>,
@@ -201,7 +201,7 @@ fn has_dynamic_ropes(spec: &ModelSpec) -> bool {
     ropes.into_iter().flatten().any(Rope::is_dynamic)
 }
 
-impl Buffers {
+impl DecodeBuffers {
     fn new(spec: &ModelSpec, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         let mut blocks: Vec<LayerScratch> = Vec::new();
@@ -250,11 +250,11 @@ impl Decoder {
             }
         }
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
-            cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
+            cache.buffers = Some(DecodeBuffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
         let (positions, rope_caches, past) = cache.positions(&self.spec, &counts)?;
         let places = PositionIds { seq_len: rows, past, documents: None };
-        let Some(Buffers { stream, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
+        let Some(DecodeBuffers { stream, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
         let kernels = self.kernels();
         let mode = ForwardMode::Eval;
         let adapters = AdapterPass::default();

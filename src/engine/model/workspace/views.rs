@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use std::cell::RefCell;
 
 /// The first rows of a buffer.
-type Rows<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+type TakeRows<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
 
 impl Workspace {
     /// These buffers for sequences of `seq_len` tokens: unchanged, or as views stored in `narrow`.
@@ -24,7 +24,7 @@ impl Workspace {
         if seq_len == 0 || seq_len > self.seq_len {
             bail!("sequences of {seq_len} tokens in buffers for {}", self.seq_len);
         }
-        let rows: Rows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
+        let rows: TakeRows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
         let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
         Ok(Self {
             policy: self.policy,
@@ -57,12 +57,12 @@ fn optional<T>(value: Option<&T>, narrow: impl FnOnce(&T) -> Result<T>) -> Resul
     value.map(narrow).transpose()
 }
 
-fn normed(normed: &NormOutput, rows: Rows<'_>) -> Result<NormOutput> {
+fn normed(normed: &NormOutput, rows: TakeRows<'_>) -> Result<NormOutput> {
     let NormOutput { out, mean, rstd } = normed;
     Ok(NormOutput { out: rows(out)?, mean: optional(mean.as_ref(), rows)?, rstd: rows(rstd)? })
 }
 
-fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivations> {
+fn activations(block: &BlockActivations, rows: TakeRows<'_>) -> Result<BlockActivations> {
     let branch =
         |norm: &PostNorm| -> Result<PostNorm> { Ok(PostNorm { input: rows(&norm.input)?, rstd: rows(&norm.rstd)? }) };
     let heads = |heads: &QkNorms| -> Result<QkNorms> {
@@ -90,7 +90,7 @@ fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivati
     })
 }
 
-fn narrowed_scratch(scratch: &LayerScratch, rows: Rows<'_>) -> Result<LayerScratch> {
+fn narrowed_scratch(scratch: &LayerScratch, rows: TakeRows<'_>) -> Result<LayerScratch> {
     let gradients = |buffers: &SublayerGrads| -> Result<SublayerGrads> {
         Ok(SublayerGrads {
             normed: rows(&buffers.normed)?,

@@ -37,14 +37,14 @@ enum ReduceOp {
 
 /// The steps of a sum.
 #[derive(Debug)]
-struct Plan {
+struct ReductionPlan {
     ops: Vec<ReduceOp>,
     /// The depth of their stack.
     depth: usize,
 }
 
 /// How the sums of `nodes`, left to right, become that of node `of` of the tree.
-fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
+fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> ReductionPlan {
     fn descend(node: Range<usize>, nodes: &[Range<usize>], ops: &mut Vec<ReduceOp>, depth: usize) -> usize {
         if let Ok(index) = nodes.binary_search_by_key(&(node.start, node.end), |node| (node.start, node.end)) {
             ops.push(ReduceOp::Load(index));
@@ -58,7 +58,7 @@ fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
     }
     let mut ops = Vec::new();
     let depth = descend(of, nodes, &mut ops, 0);
-    Plan { ops, depth }
+    ReductionPlan { ops, depth }
 }
 
 #[derive(Debug)]
@@ -66,7 +66,7 @@ pub(super) struct Exchange {
     /// The nodes that each process sends.
     nodes: Vec<Vec<Range<usize>>>,
     /// How they become nodes of the shard, and the places of these.
-    sums: Vec<(Plan, Merge)>,
+    sums: Vec<(ReductionPlan, Merge)>,
 }
 
 /// Elements of a shard, by parameter.
@@ -142,7 +142,7 @@ fn sum_tile(stack: &mut [f32], sources: &[NodeChunk<'_>], ops: &[ReduceOp], firs
 }
 
 /// Writes the sum of `sources` along `ops` into `out`.
-fn sum(out: &Tensor, sources: &[NodeChunk<'_>], plan: &Plan) -> Result<()> {
+fn sum(out: &Tensor, sources: &[NodeChunk<'_>], plan: &ReductionPlan) -> Result<()> {
     let len = out.elem_count();
     Ok(view::write(out, |out| {
         for_each_part(
@@ -163,7 +163,7 @@ fn sum(out: &Tensor, sources: &[NodeChunk<'_>], plan: &Plan) -> Result<()> {
     })?)
 }
 
-fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], plan: &Plan, out: &Tensor) -> Result<()> {
+fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], plan: &ReductionPlan, out: &Tensor) -> Result<()> {
     let mut stack: Vec<(Tensor, bool)> = Vec::new();
     for op in &plan.ops {
         if let ReduceOp::Load(index) = op {
@@ -322,7 +322,7 @@ impl Gradients {
         parameter: usize,
         range: &Range<usize>,
         kernels: &dyn Kernels,
-        sum: impl Fn(&Plan, &Tensor) -> Result<()>,
+        sum: impl Fn(&ReductionPlan, &Tensor) -> Result<()>,
     ) -> Result<()> {
         let first = range.start - self.total().range(parameter).start;
         let part = |sum: usize| view::range(&self.shard[sum][parameter], first..first + range.len());

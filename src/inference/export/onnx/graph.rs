@@ -36,7 +36,7 @@ impl Attribute<'_> {
 
 /// A graph under construction: operations in the order in which they run, and constants.
 #[derive(Default)]
-pub(super) struct Graph {
+pub(super) struct OnnxGraph {
     nodes: Vec<Message>,
     initializers: Vec<(String, Message)>,
     /// Names that operations read.
@@ -45,7 +45,7 @@ pub(super) struct Graph {
     outputs: Vec<Message>,
 }
 
-impl Graph {
+impl OnnxGraph {
     /// Appends an operation; returns the name of its result.
     pub(super) fn op(&mut self, kind: &str, inputs: &[&str], attributes: &[Attribute<'_>]) -> String {
         let name = format!("{kind}_{}", self.nodes.len());

@@ -21,11 +21,11 @@ use serde_json::json;
 
 /// Conversations that `--data chats` trains on.
 pub const CHATS: usize = 200;
-/// Conversations of `chats-held-back`.
+/// Conversations of `chats-held-out`.
 pub const HELD_OUT_CHATS: usize = 40;
 /// Pairs that `--data preferences` trains on.
 pub(super) const PREFERENCES: usize = 600;
-/// Pairs of `preferences-held-back`.
+/// Pairs of `preferences-held-out`.
 pub(super) const HELD_OUT_PREFERENCES: usize = 60;
 
 const THINGS: [(&str, &str); 16] = [
@@ -132,7 +132,7 @@ pub(super) fn json_lines(chats: &[QaPair], pairs: bool) -> String {
 
 /// Both summands of `sums` are below these.
 const SUMMANDS: [u64; 2] = [100, 10];
-/// The sums that only `sums-held-back` asks for.
+/// The sums that only `sums-held-out` asks for.
 const HELD_OUT_SUMS: u64 = 100;
 
 /// The built-in `sums` as JSON Lines: questions such as `47+8`, each with its exact answer. The order does not depend on
@@ -155,7 +155,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn no_pair_that_is_held_back_is_trained_on() {
+    fn no_pair_that_is_held_out_is_trained_on() {
         let things = |chat: &QaPair| -> Vec<&str> {
             THINGS.iter().map(|(thing, _)| *thing).filter(|thing| chat.question.contains(thing)).collect()
         };
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn no_sum_that_is_held_back_is_trained_on() {
+    fn no_sum_that_is_held_out_is_trained_on() {
         let [training, held_out] = [false, true].map(sums);
         let training: HashSet<&str> = training.lines().collect();
         let held_out: HashSet<&str> = held_out.lines().collect();

@@ -123,8 +123,8 @@ pub(super) mod tests {
 
     /// (text, trained, starts a document) of each chunk.
     fn shape(chunks: &[TextChunk]) -> Vec<(&str, bool, bool)> {
-        let learned = |chunk: &TextChunk| chunk.loss_mask != LossMask::None;
-        chunks.iter().map(|chunk| (chunk.text.as_str(), learned(chunk), chunk.starts_document)).collect()
+        let trained = |chunk: &TextChunk| chunk.loss_mask != LossMask::None;
+        chunks.iter().map(|chunk| (chunk.text.as_str(), trained(chunk), chunk.starts_document)).collect()
     }
 
     #[test]
@@ -150,7 +150,7 @@ pub(super) mod tests {
     fn rows_of_every_format_are_the_same_rows() {
         let shapes = |name: &str, content: &str| -> Vec<(String, bool, bool)> {
             let chunks = read(name, content.as_bytes()).unwrap();
-            shape(&chunks).into_iter().map(|(text, learned, starts)| (text.to_owned(), learned, starts)).collect()
+            shape(&chunks).into_iter().map(|(text, trained, starts)| (text.to_owned(), trained, starts)).collect()
         };
         let expected = [
             ("1+1=", false, true),
@@ -160,7 +160,7 @@ pub(super) mod tests {
             ("é", true, false),
             ("", true, false),
         ];
-        let expected = expected.map(|(text, learned, starts)| (text.to_owned(), learned, starts));
+        let expected = expected.map(|(text, trained, starts)| (text.to_owned(), trained, starts));
         let rows = [
             (
                 "a.jsonl",

@@ -35,7 +35,7 @@ pub enum DataSource {
     Grammar,
     /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
     TinyShakespeare,
-    /// Rows that the program makes; with `-held-back` after their name those for validation.
+    /// Rows that the program makes; with `-held-out` after their name those for validation.
     BuiltIn {
         /// Their name.
         rows: BuiltInRows,
@@ -72,7 +72,7 @@ pub enum BuiltInRows {
 }
 
 /// After the name of rows, the name of those for validation.
-const HELD_BACK: &str = "-held-back";
+const HELD_OUT_SUFFIX: &str = "-held-out";
 
 impl BuiltInRows {
     /// The rows as JSON Lines.
@@ -157,7 +157,7 @@ impl FromStr for DataSource {
 }
 
 fn built_in(text: &str) -> Option<DataSource> {
-    let (name, held_out) = text.strip_suffix(HELD_BACK).map_or((text, false), |name| (name, true));
+    let (name, held_out) = text.strip_suffix(HELD_OUT_SUFFIX).map_or((text, false), |name| (name, true));
     Some(DataSource::BuiltIn { rows: name.parse().ok()?, held_out })
 }
 
@@ -182,7 +182,7 @@ impl fmt::Display for DataSource {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
-            Self::BuiltIn { rows, held_out } => write!(f, "{rows}{}", if *held_out { HELD_BACK } else { "" }),
+            Self::BuiltIn { rows, held_out } => write!(f, "{rows}{}", if *held_out { HELD_OUT_SUFFIX } else { "" }),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, path } => {
                 write!(f, "hf://datasets/{repo}")?;
@@ -529,9 +529,9 @@ mod tests {
             "grammar",
             "tiny_shakespeare",
             "chats",
-            "chats-held-back",
+            "chats-held-out",
             "preferences",
-            "preferences-held-back",
+            "preferences-held-out",
             "-",
             "some/file.txt",
             "some/*.jsonl",

@@ -106,7 +106,7 @@ impl TokenizeJob<'_> {
         for (chunk, ids) in chunks.iter().zip(encoded) {
             let mut ids = ids?;
             // End-of-text tokens alone are not training data.
-            self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
+            self.trained_tokens += ids.iter().filter(|(_, trained)| *trained).count() as u64;
             let eos = self.tokenizer.eos_id();
             if chunk.end == ChunkEnd::Eos && (chunk.starts_document || !self.ended) {
                 ids.extend(eos.map(|eos| (eos, !chunk.starts_document)));
@@ -125,7 +125,7 @@ impl TokenizeJob<'_> {
                 }
             }
             let inherited = self.ended && !chunk.starts_document;
-            self.ended = ids.last().map_or(inherited, |(id, learned)| *learned && Some(*id) == eos);
+            self.ended = ids.last().map_or(inherited, |(id, trained)| *trained && Some(*id) == eos);
             self.writer.extend(ids)?;
             self.running = chunk.end == ChunkEnd::Continues;
         }
@@ -138,10 +138,10 @@ fn encode(tokenizer: &Tokenizer, chunk: &TextChunk) -> Result<Vec<(u32, bool)>> 
     let parts = match &chunk.loss_mask {
         LossMask::Ranges(parts) => parts,
         all_or_none => {
-            let learned = *all_or_none == LossMask::All;
+            let trained = *all_or_none == LossMask::All;
             let text = &chunk.text;
             let ids = if chunk.starts_document { tokenizer.encode(text) } else { tokenizer.encode_continuation(text) };
-            return Ok(ids?.into_iter().map(|id| (id, learned)).collect());
+            return Ok(ids?.into_iter().map(|id| (id, trained)).collect());
         }
     };
     let spans = tokenizer.encode_with_offsets(&chunk.text)?;

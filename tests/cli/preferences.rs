@@ -194,7 +194,7 @@ fn identical_answers_are_refused_with_their_number_and_the_first_line() {
 #[test]
 fn the_built_in_pairs_prefer_a_form() {
     let folder = tempfile::tempdir().unwrap();
-    let sources: [DataSource; 2] = ["preferences", "preferences-held-back"].map(|name| name.parse().unwrap());
+    let sources: [DataSource; 2] = ["preferences", "preferences-held-out"].map(|name| name.parse().unwrap());
     let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
     let mut loader = DatasetBuilder { options, ..DatasetBuilder::new(folder.path()) };
     let data = loader.load(&sources[0], Some(&sources[1]), &Tokenizer::byte()).unwrap();

@@ -73,7 +73,7 @@ pub(crate) struct Trajectory {
     pub(crate) lost: usize,
     pub(crate) repeated: usize,
     pub(crate) growths: usize,
-    pub(crate) at_floor: usize,
+    pub(crate) at_min_scale: usize,
     /// Mean of log2 of the scale over the attempts.
     pub(crate) mean_log2: f64,
 }
@@ -244,7 +244,7 @@ impl Trajectory {
             lost,
             repeated: attempts.len() - overflows.visits.len(),
             growths: count(|attempt| matches!(attempt.change, ScaleChange::Grew { .. })),
-            at_floor: attempts.iter().filter(|it| config.enabled && it.scale <= config.min_scale).count(),
+            at_min_scale: attempts.iter().filter(|it| config.enabled && it.scale <= config.min_scale).count(),
             mean_log2: sum / attempts.len().max(1) as f64,
             attempts,
         })
@@ -321,7 +321,7 @@ mod tests {
         for setting in ["init_scale=65536,growth_interval=2000", "init_scale=65536,growth_interval=5"] {
             let comparison = compare(&[setting], &GradientModel::default().steps(3, 20_000));
             let t = &comparison.trajectories[0];
-            assert!((12.0..17.0).contains(&t.mean_log2) && t.at_floor == 0, "{setting}: {}", t.mean_log2);
+            assert!((12.0..17.0).contains(&t.mean_log2) && t.at_min_scale == 0, "{setting}: {}", t.mean_log2);
             assert!(t.attempts.iter().all(|attempt| attempt.scale < 2f32.powi(20)));
         }
     }
@@ -399,7 +399,7 @@ mod tests {
         let overflows = GradientTrace { visits, ..GradientTrace::none(0) };
         let comparison = compare(&["on_overflow=retry"], &overflows);
         let t = &comparison.trajectories[0];
-        assert_eq!((t.overflows, t.lost, t.at_floor), (16, 1, 2));
+        assert_eq!((t.overflows, t.lost, t.at_min_scale), (16, 1, 2));
     }
 
     #[test]

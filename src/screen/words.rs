@@ -200,7 +200,7 @@ fn scale_change(change: ScaleUpdate) -> String {
     let (from, to) = (scale(change.from), scale(change.to));
     match change.cause {
         ScaleCause::Held => from,
-        ScaleCause::AtMinScale => format!("{from} (at its floor)"),
+        ScaleCause::AtMinScale => format!("{from} (at min_scale)"),
         ScaleCause::Grew | ScaleCause::Lowered | ScaleCause::BackedOff => format!("{from}->{to}"),
     }
 }
@@ -212,7 +212,7 @@ fn arrow(change: ScaleUpdate) -> String {
 /// The change of the loss scale in the list of overflows.
 pub(super) fn new_scale(change: ScaleUpdate, wide: bool) -> String {
     match change.cause {
-        ScaleCause::AtMinScale => format!("{} floor", scale(change.to)),
+        ScaleCause::AtMinScale => format!("{} min", scale(change.to)),
         ScaleCause::Held => format!("{} held", scale(change.to)),
         _ if wide => arrow(change),
         _ => format!("→{}", scale(change.to)),

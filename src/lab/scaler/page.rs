@@ -63,7 +63,7 @@ impl ScalerComparison {
             ("lost", 6, &|(_, t)| plain(t.lost)),
             ("repeated", 9, &|(_, t)| plain(t.repeated)),
             ("growths", 9, &|(_, t)| plain(t.growths)),
-            ("at floor", 9, &|(_, t)| plain(t.at_floor)),
+            ("at min", 9, &|(_, t)| plain(t.at_min_scale)),
             ("mean scale", 12, &|(_, t)| plain(format!("2^{:.2}", t.mean_log2))),
         ];
         page.table(&settings, columns);

@@ -39,8 +39,8 @@ impl Trainer {
         elapsed: Duration,
     ) -> Option<Error> {
         let skipped = report.outcome == StepOutcome::Skipped;
-        let at_floor = matches!(report.change, ScaleChange::AtMinScale { .. });
-        if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
+        let at_min_scale = matches!(report.change, ScaleChange::AtMinScale { .. });
+        if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_min_scale {
             self.progress.retry = Some(position);
         }
         self.progress.last_loss = Some(report.loss);

@@ -7,24 +7,24 @@
 
 mod bits;
 mod blocks;
-mod casts;
-mod crises;
+mod dtypes;
+mod failures;
 pub(crate) mod guide;
 mod memory;
 mod number;
 mod ranges;
 mod run_data;
 mod scaler;
-mod scaling;
 pub(crate) mod screen;
 mod softmax;
 mod sums;
 mod ulp;
+mod underflow;
 
 pub(crate) use bits::Bits;
 pub(crate) use blocks::{BlockScaling, Scheme, normal_tensor};
-pub(crate) use casts::DtypeReport;
-pub(crate) use crises::FailureDemo;
+pub(crate) use dtypes::DtypeReport;
+pub(crate) use failures::FailureDemo;
 pub(crate) use memory::{MeasuredRun, MemoryPlan, model_named};
 pub use memory::{MemoryCategory, MemoryItem, TrainSetup};
 pub(crate) use number::{parse_format, parse_value};
@@ -33,10 +33,10 @@ pub(crate) use run_data::RunData;
 #[cfg(test)]
 pub(crate) use run_data::write_run;
 pub(crate) use scaler::{GradientModel, GradientTrace, ScalerComparison, apply_setting};
-pub(crate) use scaling::{Scaling, log_normal};
 pub(crate) use softmax::Softmax;
 pub(crate) use sums::{SummationReport, Terms};
 pub(crate) use ulp::UlpGrid;
+pub(crate) use underflow::{UnderflowReport, log_normal};
 
 #[cfg(test)]
 mod tests {
@@ -47,7 +47,7 @@ mod tests {
     #[test]
     fn every_glyph_of_the_views_has_an_ascii_replacement() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lab");
-        let files = [folder.join("scaler"), folder.join("casts"), folder]
+        let files = [folder.join("scaler"), folder.join("dtypes"), folder]
             .into_iter()
             .flat_map(|folder| fs::read_dir(folder).unwrap());
         for source in files.filter_map(|file| fs::read_to_string(file.unwrap().path()).ok()) {

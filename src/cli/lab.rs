@@ -10,8 +10,8 @@ use crate::data::Tokenizer;
 use crate::lab::guide;
 use crate::lab::screen::{self, LabTab};
 use crate::lab::{
-    Bits, BlockScaling, DtypeReport, FailureDemo, MemoryPlan, Ranges, RunData, ScalerComparison, Scaling, Softmax,
-    SummationReport, UlpGrid,
+    Bits, BlockScaling, DtypeReport, FailureDemo, MemoryPlan, Ranges, RunData, ScalerComparison, Softmax,
+    SummationReport, UlpGrid, UnderflowReport,
 };
 use crate::screen::Terminal;
 use crate::telemetry::ProcessStats;
@@ -148,13 +148,13 @@ impl LabSession {
             LabView::Ranges(args) => LabReport::new("ranges", args.report(run)?, Ranges::page),
             LabView::Ulp(args) => LabReport::new("ulp", args.report(run)?, UlpGrid::page),
             LabView::Scaler(args) => LabReport::new("scaler", args.report(run)?, ScalerComparison::page),
-            LabView::Scaling(args) => LabReport::new("scaling", args.report(run)?, Scaling::page),
+            LabView::Underflow(args) => LabReport::new("underflow", args.report(run)?, UnderflowReport::page),
             LabView::Memory(args) => LabReport::new("memory", args.report(run, program)?, MemoryPlan::page),
             LabView::Sums(args) => LabReport::new("sums", args.report(run)?, SummationReport::page),
             LabView::Blocks(args) => LabReport::new("blocks", args.report(run)?, BlockScaling::page),
             LabView::Softmax(args) => LabReport::new("softmax", args.report(run), Softmax::page),
-            LabView::Crises(args) => LabReport::new("crises", args.report(run)?, FailureDemo::page),
-            LabView::Casts(args) => LabReport::new("casts", args.report(run)?, DtypeReport::page),
+            LabView::Failures(args) => LabReport::new("failures", args.report(run)?, FailureDemo::page),
+            LabView::Dtypes(args) => LabReport::new("dtypes", args.report(run)?, DtypeReport::page),
         })
     }
 
@@ -388,7 +388,7 @@ mod tests {
         let json: serde_json::Value = serde_json::from_str(&lab("ulp --json").unwrap()).unwrap();
         assert_eq!(json["formats"][1]["steps_with_master"], 10);
         assert!(lab("ranges 2^-24 65504 --from -30 --to 20").unwrap().contains("65504"));
-        assert!(lab("scaling --format e5m2 --scale -3").unwrap().starts_with("FP8 E5M2 at loss scale 2^-3"));
+        assert!(lab("underflow --format e5m2 --scale -3").unwrap().starts_with("FP8 E5M2 at loss scale 2^-3"));
         assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("KV cache FP32"));
         let simulated =
             lab("scaler --base init_scale=32768,growth_interval=5 --level none --steps 20 --overflow-at 10").unwrap();

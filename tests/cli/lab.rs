@@ -120,9 +120,9 @@ fn views_take_their_numbers_from_a_run() {
     assert!(largest > 0.0 && (softmax["logit"].as_f64().unwrap() / largest - 1.0).abs() < 1e-6, "{softmax}");
 
     let gradients = |key: &'static str| all("step").map(move |step| step["grads"][key].as_f64().unwrap());
-    let crises = of("crises");
+    let failures = of("failures");
     let close = |key: &str, expected: f64| {
-        let found = crises[key].as_f64().unwrap();
+        let found = failures[key].as_f64().unwrap();
         assert!((found / expected - 1.0).abs() < 1e-6, "{key}: {found} {expected}");
     };
     close("small", gradients("min_abs").fold(f64::INFINITY, f64::min));
@@ -130,9 +130,9 @@ fn views_take_their_numbers_from_a_run() {
     close("update", all("step").map(|step| step["lr"].as_f64().unwrap()).fold(0.0, f64::max));
     close("scale", 1.0);
 
-    let casts = of("casts");
-    assert_eq!(casts["policy"], started["policy"]);
-    assert!(casts["policy"].as_str().unwrap().contains("c=bf16"));
+    let dtypes = of("dtypes");
+    assert_eq!(dtypes["policy"], started["policy"]);
+    assert!(dtypes["policy"].as_str().unwrap().contains("c=bf16"));
 
     // The matrix is the checkpoint's, bit for bit.
     let blocks = of("blocks");
@@ -158,7 +158,7 @@ fn the_commands_of_the_folklore_show_what_it_says() {
         ("bits 50256", "stored  50240  error 1.600e1"),
         ("ulp --center 1 --update 0.001", "BF16           2^-7 ✕ lost"),
         ("scaler --base growth_interval=50 --seeds 100", "31.00 ± 0.21"),
-        ("scaling --scale 30", "overflow 2.28 %"),
+        ("underflow --scale 30", "overflow 2.28 %"),
         ("bits 100000", "inf by overflow"),
         ("sums --terms tenths --length 65536", "sequential BF16 summation stagnates at 32 from term 276"),
         (

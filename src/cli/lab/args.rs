@@ -22,7 +22,7 @@ pub(super) enum LabView {
     /// A simulation of the dynamic loss scale, for up to four settings
     Scaler(ScalerArgs),
     /// A histogram of gradients under an adjustable loss scale
-    Scaling(ScalingArgs),
+    Underflow(UnderflowArgs),
     /// Memory for training a model, by recipe
     Memory(MemoryArgs),
     /// The error of long sums and dot products, by accumulator
@@ -32,9 +32,9 @@ pub(super) enum LabView {
     /// Softmax and positions in half precision
     Softmax(SoftmaxArgs),
     /// Underflowing gradients, overflowing activations, lost updates: causes and remedies
-    Crises(CrisesArgs),
+    Failures(FailuresArgs),
     /// The type inside each operation, measured, and of each tensor that a step stores
-    Casts(CastsArgs),
+    Dtypes(DtypesArgs),
 }
 
 const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
@@ -137,14 +137,14 @@ pub(super) struct SoftmaxArgs {
 }
 
 #[derive(Args, Debug)]
-pub(super) struct CastsArgs {
+pub(super) struct DtypesArgs {
     /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
     #[arg(long, add = control(Among(&["fp16", "bf16", "fp32"])).start_from_run("fp16"))]
     pub(super) policy: Option<PrecisionPolicy>,
 }
 
 #[derive(Args, Debug)]
-pub(super) struct CrisesArgs {
+pub(super) struct FailuresArgs {
     /// A small gradient [default: 1e-8, or the run's smallest]
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("1e-8"))]
     pub(super) small: Option<f64>,
@@ -242,7 +242,7 @@ pub(super) struct ScalerArgs {
 }
 
 #[derive(Args, Debug)]
-pub(super) struct ScalingArgs {
+pub(super) struct UnderflowArgs {
     /// log2 of the loss scale to show [default: the best]
     // The help has it after `--format`.
     #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(0)))]

@@ -1,15 +1,15 @@
 //! The reports of the views, from their arguments and the numbers of a run.
 
 use super::args::{
-    BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
-    SumsArgs, UlpArgs,
+    BitsArgs, BlocksArgs, DtypesArgs, FailuresArgs, MemoryArgs, RangesArgs, ScalerArgs, SoftmaxArgs, SumsArgs, UlpArgs,
+    UnderflowArgs,
 };
 use crate::engine::model::ModelSpec;
 use crate::engine::optim::OptimizerKind;
 use crate::lab::{
     Bits, BlockScaling, DtypeReport, FailureDemo, GradientModel, GradientTrace, MeasuredRun, MemoryPlan, Ranges,
-    RunData, ScalerComparison, Scaling, Softmax, SummationReport, TrainSetup, UlpGrid, ValueRange, apply_setting,
-    log_normal, model_named, normal_tensor, parse_value,
+    RunData, ScalerComparison, Softmax, SummationReport, TrainSetup, UlpGrid, UnderflowReport, ValueRange,
+    apply_setting, log_normal, model_named, normal_tensor, parse_value,
 };
 use crate::precision::PrecisionPolicy;
 use crate::store::{StoredModel, has_gguf_extension};
@@ -85,7 +85,7 @@ impl BlocksArgs {
     }
 }
 
-impl CastsArgs {
+impl DtypesArgs {
     pub(super) fn report(&self, run: Option<&RunData>) -> Result<DtypeReport> {
         DtypeReport::of(self.policy.or(run.map(|run| run.started.precision())).unwrap_or(PrecisionPolicy::FP16))
     }
@@ -100,7 +100,7 @@ impl SoftmaxArgs {
     }
 }
 
-impl CrisesArgs {
+impl FailuresArgs {
     pub(super) fn report(&self, run: Option<&RunData>) -> Result<FailureDemo> {
         let gradients = run.and_then(|run| run.sums.unscaled);
         let rate = run.and_then(|run| run.sums.largest_rate);
@@ -161,8 +161,8 @@ impl ScalerArgs {
     }
 }
 
-impl ScalingArgs {
-    pub(super) fn report(&self, run: Option<&RunData>) -> Result<Scaling> {
+impl UnderflowArgs {
+    pub(super) fn report(&self, run: Option<&RunData>) -> Result<UnderflowReport> {
         if !(self.sigma > 0.0 && self.sigma.is_finite() && self.mu.is_finite()) {
             return Err(Error::config("--sigma", "the mean must be finite, the deviation finite and above 0"));
         }
@@ -172,10 +172,10 @@ impl ScalingArgs {
             let source = format!("log-normal around 2^{}, deviation {} binades", self.mu, self.sigma);
             (source, log_normal(self.mu, self.sigma, self.count))
         };
-        let mut scaling = Scaling::new(source, gradients, self.format, self.scale);
-        scaling.linear = self.linear;
-        scaling.variances = run.map(|run| run.variances.clone()).unwrap_or_default();
-        Ok(scaling)
+        let mut report = UnderflowReport::new(source, gradients, self.format, self.scale);
+        report.linear = self.linear;
+        report.variances = run.map(|run| run.variances.clone()).unwrap_or_default();
+        Ok(report)
     }
 }
 

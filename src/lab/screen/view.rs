@@ -43,9 +43,9 @@ pub(super) fn draw(state: &mut LabState, theme: Theme, frame: &mut Frame) {
 fn tabs(state: &LabState, width: usize) -> Line {
     let name = |(i, lab_tab): (usize, &LabTab)| (i, format!("{} {}", i + 1, lab_tab.name));
     let full: Vec<_> = state.lab_tabs.iter().enumerate().map(name).collect();
-    let columns = 14 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
+    let columns = 5 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
     if columns <= width {
-        let line = Line::new().with(Role::Title, "finetune lab ");
+        let line = Line::new().with(Role::Title, "lab ");
         return full.iter().fold(line, |line, (i, name)| {
             line.with(if *i == state.tab { Role::SelectedTitle } else { Role::Dim }, format!(" {name} "))
         });
@@ -197,7 +197,7 @@ mod tests {
             Field::new("a-rather-long-parameter", "of a certain length", Adjust::Typed),
             Field::new("another-one", "that needs a second line", Adjust::Typed),
         ];
-        let lab_tabs = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
+        let lab_tabs = ["bits", "ranges", "ulp", "scaler", "underflow", "memory"];
         let mut state = LabState::new(lab_tabs.map(|name| LabTab::new(name, fields.clone())).to_vec(), 0);
         state.evaluate(80, &mut |_, values, width| Ok(Bits::parse(values[0].1).unwrap().page(width)));
         state

@@ -178,7 +178,7 @@ impl FailureDemo {
         );
         let kept = |norm: f64| (norm.abs() - 1.0).abs() <= TOLERANCE;
         let without = format!("stored as {}; the norm of one value is {}", short(square), short(normalised));
-        let cure = "compute norms, softmax, sums and losses in FP32: autocast's FP32 list (see casts and softmax)";
+        let cure = "compute norms, softmax, sums and losses in FP32: autocast's FP32 list (see dtypes and softmax)";
         let with = format!("the norm of one value is {}, the scaled score {}", short(normalised_wide), short(score));
         [
             ("cause", cause, (square.is_finite() && kept(normalised), without)),

@@ -1,4 +1,4 @@
-//! The casts of a policy: the type inside each operation, measured, and those in which a step of the engine stores its tensors.
+//! The types of a policy: the type inside each operation, measured, and those in which a step of the engine stores its tensors.
 
 mod operations;
 
@@ -167,6 +167,6 @@ mod tests {
         let wide = DtypeReport::of("p=f32,c=f16,g=f32,r=f32".parse().unwrap()).unwrap();
         assert_eq!(wide.state[2].1, "f32");
         assert!(wide.layers.iter().any(|cast| cast.output == Some("f32")), "the residual stream");
-        insta::assert_snapshot!("casts", fp16.page(80).text());
+        insta::assert_snapshot!("dtypes", fp16.page(80).text());
     }
 }

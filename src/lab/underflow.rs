@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct Scaling {
+pub(crate) struct UnderflowReport {
     pub(crate) source: String,
     pub(crate) format: &'static str,
     #[serde(skip)]
@@ -24,7 +24,7 @@ pub(crate) struct Scaling {
     /// Doublings from the best scale to the first overflow.
     pub(crate) margin: i32,
     /// The scales around the best one and the one shown.
-    pub(crate) table: Vec<ScalingRow>,
+    pub(crate) table: Vec<UnderflowRow>,
     /// The variance of each layer's unscaled gradient, in ascending order, if a run has measured it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) variances: Vec<(String, f64)>,
@@ -34,7 +34,7 @@ pub(crate) struct Scaling {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(crate) struct ScalingRow {
+pub(crate) struct UnderflowRow {
     pub(crate) shift: i32,
     /// Shares of the non-zero gradients.
     pub(crate) shares: RangeShares,
@@ -43,7 +43,7 @@ pub(crate) struct ScalingRow {
 /// log2 of the scales considered.
 const SHIFTS: std::ops::RangeInclusive<i32> = -10..=40;
 
-impl Scaling {
+impl UnderflowReport {
     /// Computes the shares of `gradients` in `format` at the scale `2^shift`, or at the best one.
     pub(crate) fn new(
         source: impl Into<String>,
@@ -51,7 +51,7 @@ impl Scaling {
         format: FloatFormat,
         shift: Option<i32>,
     ) -> Self {
-        let at = |shift| ScalingRow { shift, shares: gradients.shares_at(shift, format) };
+        let at = |shift| UnderflowRow { shift, shares: gradients.shares_at(shift, format) };
         let all: Vec<_> = SHIFTS.map(at).collect();
         let highest = gradients.highest().unwrap_or(0);
         let best = (all.iter().filter(|row| row.shares.overflow == 0.0))
@@ -59,7 +59,7 @@ impl Scaling {
             .reduce(|best, row| if row.shares.normal > best.shares.normal { row } else { best })
             .unwrap_or(all[0]);
         let shift = shift.unwrap_or(best.shift);
-        let near = |row: &ScalingRow| (row.shift - best.shift).abs() <= 3 || (row.shift - shift).abs() <= 1;
+        let near = |row: &UnderflowRow| (row.shift - best.shift).abs() <= 3 || (row.shift - shift).abs() <= 1;
         Self {
             source: source.into(),
             format: format.name,
@@ -203,7 +203,7 @@ impl Scaling {
             shift if shift == self.shift => "  ← shown",
             _ => "",
         };
-        let columns: &[Column<ScalingRow>] = &[
+        let columns: &[Column<UnderflowRow>] = &[
             ("scale", 8, &|row| plain(format!("2^{}", row.shift))),
             ("flushed %", 13, &|row| plain(percent(row.shares.flushed))),
             ("subnormal %", 13, &|row| plain(percent(row.shares.subnormal))),
@@ -274,22 +274,24 @@ mod tests {
     fn the_best_scale_loses_the_least_without_overflow() {
         // Five binades from 2^-30: all are normal in FP16 at scales of at least 2^16, and overflow above 2^41.
         let five = ExponentHistogram::from_counts((-30..-25).map(|e| (e, 10)));
-        let scaling = Scaling::new("", five, FloatFormat::FP16, None);
-        assert_eq!((scaling.best, scaling.best_shares.normal, scaling.margin), (16, 1.0, 25));
+        let report = UnderflowReport::new("", five, FloatFormat::FP16, None);
+        assert_eq!((report.best, report.best_shares.normal, report.margin), (16, 1.0, 25));
         // Wider than FP16: the largest scale without overflow.
         let wide = ExponentHistogram::from_counts((-40..=-1).map(|e| (e, 1)));
-        let scaling = Scaling::new("", wide, FloatFormat::FP16, None);
-        assert_eq!((scaling.best, scaling.margin), (16, 0));
-        assert_eq!(scaling.best_shares.overflow, 0.0);
+        let report = UnderflowReport::new("", wide, FloatFormat::FP16, None);
+        assert_eq!((report.best, report.margin), (16, 0));
+        assert_eq!(report.best_shares.overflow, 0.0);
     }
 
     #[test]
     fn pages() {
         let gradients = log_normal(-22.0, 4.0, 82_000_000);
-        let page = |format, shift| Scaling::new("log-normal", gradients.clone(), format, shift).page(80).text();
-        insta::assert_snapshot!("scaling_unscaled", page(FloatFormat::FP16, Some(0)));
-        insta::assert_snapshot!("scaling_e5m2", page(FloatFormat::E5M2, Some(16)));
+        let page = |format, shift| UnderflowReport::new("log-normal", gradients.clone(), format, shift).page(80).text();
+        insta::assert_snapshot!("underflow_unscaled", page(FloatFormat::FP16, Some(0)));
+        insta::assert_snapshot!("underflow_e5m2", page(FloatFormat::E5M2, Some(16)));
         assert!(page(FloatFormat::FP32, None).lines().all(|line| line.chars().count() <= 80));
-        assert!(!Scaling::new("", ExponentHistogram::new(), FloatFormat::E4M3, None).page(20).text().is_empty());
+        assert!(
+            !UnderflowReport::new("", ExponentHistogram::new(), FloatFormat::E4M3, None).page(20).text().is_empty()
+        );
     }
 }

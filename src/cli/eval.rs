@@ -36,7 +36,7 @@ pub(super) struct EvalArgs {
     /// Ask the last question of each conversation in `--data`, such as `chats-held-out`, and count the answers that match
     /// exactly
     #[arg(long, requires = "data", conflicts_with_all = ["seq_len", "stride", "batch_size"])]
-    answers: bool,
+    exact_match: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -45,8 +45,8 @@ pub(super) struct EvalArgs {
 /// Evaluates the model and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let (trained, reporter) = args.model.model.open()?;
-    if let (true, Some(data)) = (args.answers, &args.data) {
-        return answers(args, &trained, reporter, data, out);
+    if let (true, Some(data)) = (args.exact_match, &args.data) {
+        return count_exact(args, &trained, reporter, data, out);
     }
     let windows = SlidingWindow::new(trained.spec.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
     let (data, (tokens, bytes_per_token)) = match &args.data {
@@ -74,7 +74,13 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 /// Counts the questions of `data` whose answers match exactly.
-fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
+fn count_exact(
+    args: &EvalArgs,
+    trained: &TrainedModel,
+    reporter: Reporter,
+    data: &str,
+    out: &mut dyn Write,
+) -> Result<()> {
     let source = &data.parse()?;
     let mut report = |event| reporter.report(event);
     let options = trained.dataset_options();

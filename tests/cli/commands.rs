@@ -312,7 +312,7 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     // The run no longer needs the model's folder.
     fs::remove_dir_all(fixture.path("model")).unwrap();
     fixture.said("--resume r --steps 6 --plain");
-    let exact = fixture.said("eval r --data chats.jsonl --answers");
+    let exact = fixture.said("eval r --data chats.jsonl --exact-match");
     assert!(exact.starts_with("exact answers   ") && exact.contains(" of 20 ("), "{exact}");
     let loss = fixture.json("eval r --data chats.jsonl --json");
     assert_eq!((&loss["windows"], &loss["tokens"]), (&20.into(), &66.into()));

@@ -218,7 +218,7 @@ fn validation(run: &Path) -> f64 {
 fn exact_answers(bench: &Bench, model: &Path, dtype: &str) -> u64 {
     let mut command = launch::program();
     command.current_dir(bench.folder.path()).arg("eval").arg(model);
-    command.args(["--data", "chats-held-out", "--answers", "--json", "--dtype", dtype]);
+    command.args(["--data", "chats-held-out", "--exact-match", "--json", "--dtype", dtype]);
     let found: Value = serde_json::from_str(&launch::succeed(&mut command)).unwrap();
     assert_eq!(found["asked"], 40);
     found["exact"].as_u64().unwrap()

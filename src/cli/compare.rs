@@ -16,10 +16,10 @@ pub(crate) struct CompareArgs {
     runs: Vec<PathBuf>,
     /// Test whether two configurations differ by more than this in perplexity, with 95 % confidence
     #[arg(long, value_name = "PERPLEXITY", value_parser = positive)]
-    bound: Option<f64>,
+    margin: Option<f64>,
     /// Test whether the second configuration adds more than this many skipped steps in a row, with 95 % confidence
     #[arg(long, value_name = "STEPS", value_parser = positive)]
-    skip_bound: Option<f64>,
+    skip_margin: Option<f64>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         RunSummary::read(log)
     };
     let summaries = args.runs.iter().zip(&logs).map(read).collect::<Result<_>>()?;
-    let report = Comparison::new(summaries, args.bound, args.skip_bound)?;
+    let report = Comparison::new(summaries, args.margin, args.skip_margin)?;
     drop(reporter);
     if let Some(output) = html {
         output.write(report.html().as_bytes())?;

@@ -76,8 +76,8 @@ impl Comparison {
     pub(super) fn figures(&self) -> Vec<(String, Vec<String>)> {
         let row = |metric: &'static Metric| {
             let difference = (self.groups.len() == 2).then(|| metric.show_estimate(self.difference(metric), true));
-            let of_arm = |group: &RunGroup| metric.show_estimate(group.estimate(metric), false);
-            (metric.name.to_owned(), self.groups.iter().map(of_arm).chain(difference).collect())
+            let of_group = |group: &RunGroup| metric.show_estimate(group.estimate(metric), false);
+            (metric.name.to_owned(), self.groups.iter().map(of_group).chain(difference).collect())
         };
         self.metrics().map(row).collect()
     }
@@ -145,7 +145,7 @@ impl Comparison {
         (axis, range(all().map(|loss| axis.y(loss))))
     }
 
-    /// The difference of two groups' perplexities, and the verdict on the bound.
+    /// The difference of two groups' perplexities, and the verdict on the margin.
     fn conclusion(&self, page: &mut Page, width: usize) {
         if let Some(text) = self.describe_perplexity() {
             page.wrapped(Role::Text, &text, width);
@@ -183,27 +183,27 @@ impl Comparison {
 
     /// The verdict on consecutive skipped steps as text.
     pub(super) fn describe_skips(&self) -> Option<(String, EquivalenceVerdict)> {
-        let (bound, estimate, verdict) = self.skip_verdict()?;
+        let (margin, estimate, verdict) = self.skip_verdict()?;
         let verdict_text = match verdict {
             EquivalenceVerdict::Exceeded => "falsified",
             EquivalenceVerdict::NotExceeded => "not falsified",
             EquivalenceVerdict::Undecided => "undecided; run more seeds",
         };
         let text = format!(
-            "skipped in a row: {:+.1} on average; `{} adds at most {bound} consecutive skips`: {verdict_text}",
+            "skipped in a row: {:+.1} on average; `{} adds at most {margin} consecutive skips`: {verdict_text}",
             estimate.mean, self.groups[1].label
         );
         Some((text, verdict))
     }
 
-    /// The verdict on the bound as text.
+    /// The verdict on the margin as text.
     pub(super) fn describe_verdict(&self) -> Option<(String, EquivalenceVerdict)> {
-        let (bound, verdict) = self.verdict()?;
+        let (margin, verdict) = self.verdict()?;
         let text = match verdict {
-            EquivalenceVerdict::Exceeded => format!("a difference of {bound} in perplexity is exceeded"),
-            EquivalenceVerdict::NotExceeded => format!("a difference of {bound} in perplexity is not exceeded"),
+            EquivalenceVerdict::Exceeded => format!("a difference of {margin} in perplexity is exceeded"),
+            EquivalenceVerdict::NotExceeded => format!("a difference of {margin} in perplexity is not exceeded"),
             EquivalenceVerdict::Undecided => {
-                format!("whether a difference of {bound} in perplexity is exceeded is undecided; run more seeds")
+                format!("whether a difference of {margin} in perplexity is exceeded is undecided; run more seeds")
             }
         };
         Some((text, verdict))

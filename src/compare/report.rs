@@ -37,16 +37,16 @@ pub(crate) struct SettingDifference {
     pub(crate) values: Vec<String>,
 }
 
-/// The verdict on a bound for the difference of two groups' perplexities.
+/// The verdict on a margin for the difference of two groups' perplexities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum EquivalenceVerdict {
-    /// The whole interval is beyond the bound.
+    /// The whole interval is beyond the margin.
     Exceeded,
-    /// The whole interval is within the bound.
+    /// The whole interval is within the margin.
     #[serde(rename = "not exceeded")]
     NotExceeded,
-    /// The interval contains the bound, or there is none.
+    /// The interval contains the margin, or there is none.
     Undecided,
 }
 
@@ -66,10 +66,10 @@ pub(crate) struct Comparison {
     /// Runs by configuration, in the order they were given.
     pub(crate) groups: Vec<RunGroup>,
     pub(crate) differences: Vec<SettingDifference>,
-    /// The bound on the difference of two groups' perplexities.
-    pub(crate) bound: Option<f64>,
-    /// The bound on how many more consecutive steps the second group may skip than the first.
-    pub(crate) skip_bound: Option<f64>,
+    /// The margin on the difference of two groups' perplexities.
+    pub(crate) margin: Option<f64>,
+    /// The margin on how many more consecutive steps the second group may skip than the first.
+    pub(crate) skip_margin: Option<f64>,
 }
 
 impl RunGroup {
@@ -90,8 +90,8 @@ impl RunGroup {
 }
 
 impl Comparison {
-    /// Compares runs. A bound requires exactly two configurations.
-    pub(crate) fn new(runs: Vec<RunSummary>, bound: Option<f64>, skip_bound: Option<f64>) -> Result<Self> {
+    /// Compares runs. A margin requires exactly two configurations.
+    pub(crate) fn new(runs: Vec<RunSummary>, margin: Option<f64>, skip_margin: Option<f64>) -> Result<Self> {
         if runs.len() < 2 {
             return Err(Error::config("compare", "a comparison needs at least two runs"));
         }
@@ -105,7 +105,7 @@ impl Comparison {
         for run in runs {
             let mut settings = run.settings();
             settings.retain(|key, _| !is_among(&VARIES_WITHIN_GROUP, key));
-            if let Some((group, _)) = groups.iter_mut().find(|(_, of_arm)| *of_arm == settings) {
+            if let Some((group, _)) = groups.iter_mut().find(|(_, of_group)| *of_group == settings) {
                 group.runs.push(run);
             } else {
                 let label = letter(groups.len()).to_string();
@@ -113,8 +113,8 @@ impl Comparison {
             }
         }
         let mut groups: Vec<RunGroup> = groups.into_iter().map(|(group, _)| group).collect();
-        for (flag, bound) in [("--bound", bound), ("--skip-bound", skip_bound)] {
-            if bound.is_some() && groups.len() != 2 {
+        for (flag, margin) in [("--margin", margin), ("--skip-margin", skip_margin)] {
+            if margin.is_some() && groups.len() != 2 {
                 let message = format!("requires two configurations, but these runs have {}", groups.len());
                 return Err(Error::config(flag, message));
             }
@@ -129,10 +129,10 @@ impl Comparison {
                 _ => differing_settings.join(", "),
             };
         }
-        let comparison = Self { groups, differences, bound, skip_bound };
-        if let (Some(_), Some(different)) = (bound, comparison.different_data()) {
+        let comparison = Self { groups, differences, margin, skip_margin };
+        if let (Some(_), Some(different)) = (margin, comparison.different_data()) {
             let message = format!("perplexities over different data are not comparable: `{}` differs", different.key);
-            return Err(Error::config("--bound", message));
+            return Err(Error::config("--margin", message));
         }
         Ok(comparison)
     }
@@ -168,15 +168,15 @@ impl Comparison {
     }
 
     pub(crate) fn verdict(&self) -> Option<(f64, EquivalenceVerdict)> {
-        let bound = self.bound?;
-        Some((bound, EquivalenceVerdict::new(self.perplexity(), -bound, bound)))
+        let margin = self.margin?;
+        Some((margin, EquivalenceVerdict::new(self.perplexity(), -margin, margin)))
     }
 
-    /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.
+    /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the margin, if there is one.
     pub(crate) fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
-        let bound = self.skip_bound?;
+        let margin = self.skip_margin?;
         let estimate = self.difference(Metric::named("longest_streak")?)?;
-        Some((bound, estimate, EquivalenceVerdict::new(Some(estimate), f64::NEG_INFINITY, bound)))
+        Some((margin, estimate, EquivalenceVerdict::new(Some(estimate), f64::NEG_INFINITY, margin)))
     }
 
     pub(crate) fn json(&self) -> Value {
@@ -202,14 +202,14 @@ impl Comparison {
         });
         let differences = self.differences.iter().map(|d| json!({ "key": d.key, "values": d.values }));
         json!({
-            "arms": groups.collect::<Vec<_>>(),
+            "groups": groups.collect::<Vec<_>>(),
             "differences": differences.collect::<Vec<_>>(),
             "second_minus_first": (self.groups.len() == 2)
                 .then(|| by_key(|metric| self.difference(metric).map(|estimate| json!(estimate)))),
-            "skip_bound": self.skip_verdict().map(|(bound, estimate, verdict)| {
-                json!({ "skips": bound, "difference": estimate, "verdict": verdict })
+            "skip_margin": self.skip_verdict().map(|(margin, estimate, verdict)| {
+                json!({ "skips": margin, "difference": estimate, "verdict": verdict })
             }),
-            "bound": self.verdict().map(|(bound, verdict)| json!({ "perplexity": bound, "verdict": verdict })),
+            "margin": self.verdict().map(|(margin, verdict)| json!({ "perplexity": margin, "verdict": verdict })),
         })
     }
 }
@@ -233,7 +233,7 @@ fn differences(groups: &[RunGroup]) -> Vec<SettingDifference> {
     let settings: Vec<Vec<_>> =
         groups.iter().map(|group| group.runs.iter().map(RunSummary::settings).collect()).collect();
     let keys: BTreeSet<&String> = settings.iter().flatten().flat_map(BTreeMap::keys).collect();
-    let of_arm = |runs: &[BTreeMap<String, String>], key: &str| {
+    let of_group = |runs: &[BTreeMap<String, String>], key: &str| {
         let values: BTreeSet<_> = runs.iter().map(|run| run.get(key).map_or(NONE, String::as_str)).collect();
         let mut values = values.into_iter();
         match (values.next(), values.next()) {
@@ -244,7 +244,7 @@ fn differences(groups: &[RunGroup]) -> Vec<SettingDifference> {
     let differing_settings = keys.into_iter().filter(|key| !is_among(&UNLISTED_SETTINGS, key));
     let differences = differing_settings.map(|key| SettingDifference {
         key: key.clone(),
-        values: settings.iter().map(|runs| of_arm(runs, key)).collect(),
+        values: settings.iter().map(|runs| of_group(runs, key)).collect(),
     });
     differences.filter(|difference| difference.values.windows(2).any(|pair| pair[0] != pair[1])).collect()
 }

@@ -126,7 +126,7 @@ impl Runs {
 }
 
 /// Two arms of three seeds whose perplexities are e^0.6 and e^`validation`, give or take.
-fn two_arms(validation: f64) -> Runs {
+fn two_groups(validation: f64) -> Runs {
     let runs = Runs::new();
     for (seed, name) in [(1, "a-1"), (2, "a-2"), (3, "a-3")] {
         runs.invent(&Invented { name, seed, validation: 0.6 + seed as f64 / 1e3, retries: true, ..RUN });
@@ -174,13 +174,13 @@ fn losses_over_different_data_are_not_subtracted() {
     let differences = &json["second_minus_first"];
     assert!(differences["perplexity"].is_null() && differences["loss"].is_null(), "{differences}");
     assert_eq!(differences["skipped"]["mean"], 0.0);
-    assert!(runs.complaint("one other --bound 2").contains("over different data are not comparable: `val` differs"));
+    assert!(runs.complaint("one other --margin 2").contains("over different data are not comparable: `val` differs"));
 }
 
 #[test]
 fn seeds_of_two_configurations() {
-    let runs = two_arms(0.61);
-    insta::assert_snapshot!("two_arms", runs.text(&format!("{SIX} --bound 2.0 --width 100")));
+    let runs = two_groups(0.61);
+    insta::assert_snapshot!("two_groups", runs.text(&format!("{SIX} --margin 2.0 --width 100")));
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn figures_are_counted() {
     runs.invent(&RUN);
     runs.invent(&Invented { name: "retry", retries: true, ..RUN });
     let json = runs.json("one retry");
-    let figures = &json["arms"][0]["runs"][0]["figures"];
+    let figures = &json["groups"][0]["runs"][0]["figures"];
     for (key, expected) in [
         ("steps", 60.0),
         ("updates", 59.0),
@@ -227,7 +227,7 @@ fn figures_are_counted() {
     let mean = (51..=60).map(|step| f64::from(5.0 / step as f32 + 0.5)).sum::<f64>() / 10.0;
     assert!((figures["loss"].as_f64().unwrap() - mean).abs() < 1e-6);
     assert_eq!(figures["best_loss"], figures["loss"]);
-    let retried = &json["arms"][1]["runs"][0]["figures"];
+    let retried = &json["groups"][1]["runs"][0]["figures"];
     assert_eq!((&retried["repeated"], &retried["tokens_lost"]), (&json!(1.0), &json!(0.0)));
     assert_eq!(json["differences"], json!([{ "key": "scaler.on_overflow", "values": ["skip", "retry"] }]));
 }
@@ -235,12 +235,12 @@ fn figures_are_counted() {
 /// Seeds make arms; names and folders do not distinguish them.
 #[test]
 fn the_verdict_needs_the_whole_interval() {
-    let verdict = |validation, bound: &str| {
-        let runs = two_arms(validation);
-        let json = runs.json(&format!("{SIX} --bound {bound}"));
-        assert_eq!(json["arms"][0]["runs"].as_array().unwrap().len(), 3);
+    let verdict = |validation, margin: &str| {
+        let runs = two_groups(validation);
+        let json = runs.json(&format!("{SIX} --margin {margin}"));
+        assert_eq!(json["groups"][0]["runs"].as_array().unwrap().len(), 3);
         let estimate = &json["second_minus_first"]["perplexity"];
-        (estimate["mean"].as_f64().unwrap(), json["bound"]["verdict"].as_str().unwrap().to_owned())
+        (estimate["mean"].as_f64().unwrap(), json["margin"]["verdict"].as_str().unwrap().to_owned())
     };
     let (difference, close) = verdict(0.61, "2.0");
     assert!(difference > 0.0 && difference < 0.02, "{difference}");
@@ -248,28 +248,28 @@ fn the_verdict_needs_the_whole_interval() {
     assert_eq!(verdict(1.61, "2.0").1, "exceeded");
     let (difference, _) = verdict(0.7, "2.0");
     assert_eq!(verdict(0.7, &difference.to_string()).1, "undecided");
-    let text = two_arms(0.61).text("a-1 b-1 --bound 2.0");
+    let text = two_groups(0.61).text("a-1 b-1 --margin 2.0");
     assert!(text.contains("each group needs") && text.contains("undecided"), "{text}");
 }
 
-/// The second bound, in the experiment's words: the switch adds more than three consecutive skips, or it does not.
+/// The second margin, in the experiment's words: the switch adds more than three consecutive skips, or it does not.
 #[test]
 fn more_than_three_consecutive_skips_falsify_the_claim() {
     let verdict = |streaks: [u64; 3]| {
         let runs = Runs::new();
-        let arm = |names: [&'static str; 3], interval, streaks: [u64; 3]| {
+        let group = |names: [&'static str; 3], interval, streaks: [u64; 3]| {
             for ((seed, name), streak) in (1..).zip(names).zip(streaks) {
                 runs.invent(&Invented { name, interval, seed, streak, ..RUN });
             }
         };
-        arm(["a-1", "a-2", "a-3"], 20, [1, 1, 2]);
-        arm(["b-1", "b-2", "b-3"], 19, streaks);
-        let line = format!("{SIX} --skip-bound 3");
+        group(["a-1", "a-2", "a-3"], 20, [1, 1, 2]);
+        group(["b-1", "b-2", "b-3"], 19, streaks);
+        let line = format!("{SIX} --skip-margin 3");
         let json = runs.json(&line);
         let text = runs.text(&format!("{line} --width 200 --html page.html"));
         let said = text.lines().find(|line| line.starts_with("skipped in a row:")).unwrap().to_owned();
         assert!(std::fs::read_to_string(runs.0.path("page.html")).unwrap().contains(&said));
-        (json["skip_bound"]["verdict"].as_str().unwrap().to_owned(), said)
+        (json["skip_margin"]["verdict"].as_str().unwrap().to_owned(), said)
     };
     let (found, said) = verdict([6, 7, 7]);
     assert_eq!(found, "exceeded");
@@ -278,9 +278,9 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
     assert!(found == "not exceeded" && said.ends_with("`B adds at most 3 consecutive skips`: not falsified"), "{said}");
     let (found, said) = verdict([4, 4, 6]);
     assert!(found == "undecided" && said.ends_with("undecided; run more seeds"), "{said}");
-    let runs = two_arms(0.6);
+    let runs = two_groups(0.6);
     runs.invent(&Invented { name: "c", interval: 50, ..RUN });
-    assert!(runs.complaint("a-1 b-1 c --skip-bound 3").contains("--skip-bound: requires two"));
+    assert!(runs.complaint("a-1 b-1 c --skip-margin 3").contains("--skip-margin: requires two"));
 }
 
 #[test]
@@ -288,12 +288,12 @@ fn a_diverged_run_is_compared() {
     let runs = Runs::new();
     runs.invent(&Invented { validation: f64::NAN, ..RUN });
     runs.invent(&Invented { name: "other", interval: 40, worse: f64::NAN, ..RUN });
-    let text = runs.text("one other --bound 2.0");
+    let text = runs.text("one other --margin 2.0");
     let row = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
     assert!(row("perplexity ").contains("NaN") && row("loss, last 10 steps").contains("NaN"), "{text}");
     assert!(text.contains("undecided"), "{text}");
     let json = runs.json("one other");
-    assert_eq!(json["arms"][0]["runs"][0]["figures"]["perplexity"], "NaN");
+    assert_eq!(json["groups"][0]["runs"][0]["figures"]["perplexity"], "NaN");
 }
 
 #[test]
@@ -309,9 +309,9 @@ fn a_truncated_log_is_compared_as_far_as_it_goes() {
     let text = runs.text("one cut");
     assert!(text.contains("log ends at step 25 of 60, 1 line unreadable"), "{text}");
     let json = runs.json("one cut");
-    assert_eq!(json["arms"][1]["runs"][0]["finished"], Value::Null);
-    assert_eq!(json["arms"][1]["runs"][0]["unreadable_lines"], 1);
-    assert_eq!(json["arms"][0]["runs"][0]["finished"], "done");
+    assert_eq!(json["groups"][1]["runs"][0]["finished"], Value::Null);
+    assert_eq!(json["groups"][1]["runs"][0]["unreadable_lines"], 1);
+    assert_eq!(json["groups"][0]["runs"][0]["finished"], "done");
 }
 
 #[test]
@@ -332,8 +332,8 @@ fn invalid_input_is_one_clear_error() {
         ("one line.txt", "line.txt: this is not a run's log"),
         ("one begun.jsonl", "begun.jsonl: the log has no step yet"),
         ("one one/events.jsonl", "is named twice"),
-        ("one same --bound 2.0", "--bound: requires two configurations, but these runs have 1"),
-        ("one same --bound 0", "must be above 0"),
+        ("one same --margin 2.0", "--margin: requires two configurations, but these runs have 1"),
+        ("one same --margin 0", "must be above 0"),
         ("one same --html nowhere/page.html", "cannot write `nowhere/page.html`"),
     ] {
         let complaint = runs.complaint(line);
@@ -344,7 +344,7 @@ fn invalid_input_is_one_clear_error() {
 /// Well-formed, self-contained, and safe for any run name.
 #[test]
 fn the_html_page_stands_alone() {
-    let runs = two_arms(0.61);
+    let runs = two_groups(0.61);
     runs.invent(&Invented { name: "<script>alert('x')", interval: 3, ..RUN });
     runs.text("a-1 a-2 b-1 <script>alert('x') --html page.html");
     let html = std::fs::read_to_string(runs.0.path("page.html")).unwrap();
@@ -364,10 +364,10 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
     let runs = Runs::new();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/experiments/growth-interval");
     let mut named = Vec::new();
-    for (arm, interval) in [("standard", "4"), ("doubled", "8")] {
+    for (group, interval) in [("standard", "4"), ("doubled", "8")] {
         for seed in ["1", "2"] {
-            let name = format!("growth-{arm}-{seed}");
-            let config = folder.join(format!("{arm}.toml")).display().to_string();
+            let name = format!("growth-{group}-{seed}");
+            let config = folder.join(format!("{group}.toml")).display().to_string();
             runs.0.said(&format!(
                 "--config {config} --seed {seed} --run {name} --plain --checkpoint-dir . --steps 24 --batch-size 2 --seq-len 16 \
                  --growth-interval {interval} --set train.eval_batches=4 --set telemetry.probe_every=12"
@@ -375,13 +375,13 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
             named.push(name);
         }
     }
-    let json = runs.json(&format!("{} --bound 2.0 --html page.html", named.join(" ")));
+    let json = runs.json(&format!("{} --margin 2.0 --html page.html", named.join(" ")));
     assert_eq!(json["differences"], json!([{ "key": "scaler.growth_interval", "values": ["4", "8"] }]));
-    let of_arm = |arm: usize, key: &str| json["arms"][arm]["means"][key]["mean"].as_f64().unwrap();
-    assert!(of_arm(0, "growths") > of_arm(1, "growths"), "the interval has no effect");
-    assert!(of_arm(0, "flushed") >= 0.0 && of_arm(0, "perplexity") > 1.0);
+    let of_group = |group: usize, key: &str| json["groups"][group]["means"][key]["mean"].as_f64().unwrap();
+    assert!(of_group(0, "growths") > of_group(1, "growths"), "the interval has no effect");
+    assert!(of_group(0, "flushed") >= 0.0 && of_group(0, "perplexity") > 1.0);
     assert!(json["second_minus_first"]["perplexity"]["half"].as_f64().unwrap() > 0.0);
-    assert!(json["bound"]["verdict"].is_string());
+    assert!(json["margin"]["verdict"].is_string());
     assert_well_formed(&std::fs::read_to_string(runs.0.path("page.html")).unwrap());
 }
 
@@ -398,8 +398,8 @@ fn the_documented_figures_of_the_growth_interval_are_the_results() {
         ("perplexity", "perplexity", 3),
     ];
     for (title, key, digits) in rows {
-        let figures = |arm: &str| {
-            let figure = |part: &str| results[arm][key][part].as_f64().unwrap();
+        let figures = |group: &str| {
+            let figure = |part: &str| results[group][key][part].as_f64().unwrap();
             (figure("mean"), figure("half"))
         };
         let [(a, a_half), (b, b_half), (difference, half)] = ["standard", "doubled", "difference"].map(figures);

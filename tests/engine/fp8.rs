@@ -232,7 +232,7 @@ fn the_experiment_runs_and_is_compared() {
     let keys: Vec<_> = json["differences"].as_array().unwrap().iter().map(|d| d["key"].as_str().unwrap()).collect();
     assert_eq!(keys, ["precision.fp8.block", "precision.fp8.enter_variance"]);
     for arm in 0..3 {
-        let figures = &json["arms"][arm]["runs"][0]["figures"];
+        let figures = &json["groups"][arm]["runs"][0]["figures"];
         assert!(figures["longest_streak"].as_f64().unwrap() >= 3.0, "2^22 is too high: {figures}");
         assert!(figures["longest_streak"].as_f64() <= figures["skipped"].as_f64());
     }

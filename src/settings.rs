@@ -307,7 +307,7 @@ pub(crate) fn is_unset<T: Serialize>(value: &T) -> bool {
 }
 
 /// The maximum of anything that is counted: products of three such numbers do not overflow.
-pub(crate) const MOST: f64 = 1_048_576.0;
+pub(crate) const MAX_COUNT: f64 = 1_048_576.0;
 
 /// The keys of a section whose values differ from the defaults.
 pub(crate) fn changed_keys<T: Serialize + Default>(section: &T) -> BTreeSet<String> {

@@ -389,10 +389,10 @@ mod tests {
     /// # Safety
     /// This process must have the tiles, if `T` is the CPU's.
     unsafe fn product<T: TileUnit>(a: &[bf16], b: &[bf16], sums: &[f32]) -> Vec<u32> {
-        const APART: usize = 20;
+        const STRIDE: usize = 20;
         let spread = |values: &[u32]| {
-            let mut memory = vec![u32::MAX; ROWS * APART];
-            for (to, from) in memory.chunks_mut(APART).zip(values.chunks(COLUMNS)) {
+            let mut memory = vec![u32::MAX; ROWS * STRIDE];
+            for (to, from) in memory.chunks_mut(STRIDE).zip(values.chunks(COLUMNS)) {
                 to[..COLUMNS].copy_from_slice(from);
             }
             memory
@@ -404,20 +404,20 @@ mod tests {
         };
         let (a, b) = (pairs(a), pairs(b));
         let sums = spread(&sums.iter().map(|sum| sum.to_bits()).collect::<Vec<_>>());
-        let mut out = vec![0f32; ROWS * APART];
+        let mut out = vec![0f32; ROWS * STRIDE];
         // SAFETY: the caller's promise; the tiles are configured first.
         unsafe {
             T::configure();
             let mut tiles = T::new();
             tiles.zero::<3>();
-            tiles.load::<5>(&a, APART);
-            tiles.load::<6>(&b, APART);
+            tiles.load::<5>(&a, STRIDE);
+            tiles.load::<6>(&b, STRIDE);
             tiles.multiply::<3, 5, 6>();
-            tiles.load::<1>(&sums, APART);
+            tiles.load::<1>(&sums, STRIDE);
             tiles.multiply::<1, 5, 6>();
-            tiles.store::<3>(&mut out, APART);
+            tiles.store::<3>(&mut out, STRIDE);
             let alone = out.clone();
-            tiles.store::<1>(&mut out, APART);
+            tiles.store::<1>(&mut out, STRIDE);
             T::release();
             alone.into_iter().chain(out).map(f32::to_bits).collect()
         }

@@ -193,7 +193,7 @@ fn halves(activation: Activation, x: &Tensor) -> Result<(Tensor, Option<Tensor>)
 const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
 const GELU_CUBIC: f64 = 0.044_715;
 /// Beyond this magnitude the activations are the identity or zero in FP32, and their derivatives 1 or 0.
-const LIMIT: f32 = 100.0;
+const ACTIVATION_LIMIT: f32 = 100.0;
 
 /// 1 / (1 + exp(-x)): 0 and 1 at the ends, without a NaN between.
 fn logistic(x: &Tensor) -> Result<Tensor> {
@@ -220,7 +220,7 @@ fn bounded(x: &Tensor, bound: f32) -> Result<Tensor> {
 
 /// The derivative of `x · gate(x)`, finite for every number: candle's own GELU gradient is NaN where x³ overflows.
 fn slope_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
-    let x = bounded(&bounded(x, LIMIT)?, -LIMIT)?;
+    let x = bounded(&bounded(x, ACTIVATION_LIMIT)?, -ACTIVATION_LIMIT)?;
     let gate = gate_of(activation, &x)?;
     let inner = match activation {
         Activation::SwiGlu | Activation::ClampedSwiGlu => x.ones_like()?,

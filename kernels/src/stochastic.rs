@@ -14,7 +14,7 @@ const BLOCK: usize = 8;
 /// `first`, which is a multiple of 8 unless there are no values. The random numbers depend on `seed`, the parameter's
 /// `name`, the number of the update and the element.
 pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str, update: u64) -> Result<()> {
-    const PART: usize = 8 << 10;
+    const TASK_ELEMENTS: usize = 8 << 10;
     debug_assert!(
         first.is_multiple_of(BLOCK) || values.elem_count() == 0,
         "element {first} is inside of a block of random numbers"
@@ -26,15 +26,17 @@ pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str,
     let values = values.typed::<f32>()?;
     write(out, |out| {
         let ViewMut::BF16(out) = out else { bail!("stochastic rounding is to BF16") };
-        out.par_chunks_mut(PART).zip(values.par_chunks(PART)).enumerate().for_each(|(part, (out, values))| {
-            let blocks = out.chunks_mut(BLOCK).zip(values.chunks(BLOCK));
-            for ((out, values), block) in blocks.zip((first + part * PART) / BLOCK..) {
-                let draws = stream.block(site, update, block as u32);
-                for (i, (out, value)) in out.iter_mut().zip(values).enumerate() {
-                    *out = round_one(*value, (draws[i / 2] >> (16 * (i % 2))) as u16);
+        out.par_chunks_mut(TASK_ELEMENTS).zip(values.par_chunks(TASK_ELEMENTS)).enumerate().for_each(
+            |(part, (out, values))| {
+                let blocks = out.chunks_mut(BLOCK).zip(values.chunks(BLOCK));
+                for ((out, values), block) in blocks.zip((first + part * TASK_ELEMENTS) / BLOCK..) {
+                    let draws = stream.block(site, update, block as u32);
+                    for (i, (out, value)) in out.iter_mut().zip(values).enumerate() {
+                        *out = round_one(*value, (draws[i / 2] >> (16 * (i % 2))) as u16);
+                    }
                 }
-            }
-        });
+            },
+        );
         Ok(())
     })?
 }

@@ -36,7 +36,7 @@ pub(super) fn side_by_side(
 }
 
 /// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
-pub const PART: usize = 1 << 16;
+pub const TASK_ELEMENTS: usize = 1 << 16;
 
 /// Summarizes `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.
 pub fn summarize(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSummary> {
@@ -57,7 +57,7 @@ pub fn block_sums(tensor: &Tensor) -> Result<Vec<f64>> {
     let part = |start: usize| {
         let mut values = [0.0; WIDTH];
         let mut sum = 0.0;
-        let end = view.len().min(start + PART);
+        let end = view.len().min(start + TASK_ELEMENTS);
         for start in (start..end).step_by(WIDTH) {
             let values = &mut values[..WIDTH.min(end - start)];
             view.load(start, values);
@@ -65,24 +65,25 @@ pub fn block_sums(tensor: &Tensor) -> Result<Vec<f64>> {
         }
         sum
     };
-    Ok((0..view.len()).step_by(PART).map(part).collect())
+    Ok((0..view.len()).step_by(TASK_ELEMENTS).map(part).collect())
 }
 
-/// Summarizes part after part of `tensor`, the whole of a parameter or parts of it from [`PART`] to [`PART`].
+/// Summarizes part after part of `tensor`, the whole of a parameter or parts of it from [`TASK_ELEMENTS`] to [`TASK_ELEMENTS`].
 pub fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Vec<TensorSummary>> {
     let tensor = read(tensor)?;
     let view = tensor.view();
-    let count = view.len().div_ceil(PART);
-    let part = |i: usize| by_parts(view.slice(i * PART..view.len().min((i + 1) * PART)), format, exponents);
+    let count = view.len().div_ceil(TASK_ELEMENTS);
+    let part =
+        |i: usize| by_parts(view.slice(i * TASK_ELEMENTS..view.len().min((i + 1) * TASK_ELEMENTS)), format, exponents);
     Ok((0..count).into_par_iter().map(part).collect())
 }
 
 /// Merges the statistics of the `parts` of a tensor of `len` elements, as [`summarize`] does.
 pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) -> TensorStats {
-    if len <= PART {
+    if len <= TASK_ELEMENTS {
         return parts.next().unwrap_or_default();
     }
-    let cut = (len / 2).next_multiple_of(PART);
+    let cut = (len / 2).next_multiple_of(TASK_ELEMENTS);
     let mut low = merge_parts(cut, parts);
     low.merge(&merge_parts(len - cut, parts));
     low
@@ -112,10 +113,10 @@ pub fn merge_chunks(chunks: impl Iterator<Item = TensorStats>) -> TensorStats {
 }
 
 fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
-    if view.len() <= PART {
+    if view.len() <= TASK_ELEMENTS {
         return isa::vectorize!(leaf(view, format, exponents));
     }
-    let cut = (view.len() / 2).next_multiple_of(PART);
+    let cut = (view.len() / 2).next_multiple_of(TASK_ELEMENTS);
     let low = view.slice(0..cut);
     let high = view.slice(cut..view.len());
     let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));

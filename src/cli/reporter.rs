@@ -33,7 +33,7 @@ impl Reporter {
             let (mut line, mut said) = (SetupStatusLine::new(), Instant::now());
             loop {
                 // Several short phases in a row must not be silent for longer than one.
-                let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
+                let least = PhaseLines::MIN_DURATION.saturating_sub(said.elapsed());
                 let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
                     Ok(text) => line.print_above(&text),
                     Err(RecvTimeoutError::Timeout) => line.show(&watched, least),

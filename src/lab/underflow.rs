@@ -135,15 +135,15 @@ impl UnderflowReport {
     /// The exponent at which the first column begins, the binades of a column, and each column's role and number of gradients.
     fn columns(&self, width: usize) -> (i32, i32, Vec<(Role, u64)>) {
         // Binades shown below and above the format's own.
-        const ROOM: (i32, i32) = (18, 10);
+        const PADDING: (i32, i32) = (18, 10);
         let [least, normal, top] = self.limits();
         // If the format is wider than the screen, a column holds several binades.
-        let binades = (top - least + 1 + ROOM.0 + ROOM.1).unsigned_abs() as usize;
+        let binades = (top - least + 1 + PADDING.0 + PADDING.1).unsigned_abs() as usize;
         let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
         let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
         let mut columns: Vec<(Role, u64)> = Vec::new();
-        let first = least - ROOM.0 / per_column * per_column;
-        for from in (first..=top + ROOM.1).step_by(per_column as usize) {
+        let first = least - PADDING.0 / per_column * per_column;
+        for from in (first..=top + PADDING.1).step_by(per_column as usize) {
             let role = match from {
                 // Values that round up to the smallest subnormal are not flushed.
                 _ if from < least - 1 => Role::Bad,

@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 /// Minimum time between two redraws.
-const EVERY: Duration = Duration::from_millis(100);
+const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 /// Width of the bar, in cells.
 const BAR: usize = 24;
 
@@ -54,7 +54,8 @@ impl<W: Write> StatusLine<W> {
 
     /// Shows for how long a slow step has been running.
     fn wait(&mut self) -> io::Result<()> {
-        let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::FIRST) else {
+        let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::MIN_DURATION)
+        else {
             return Ok(());
         };
         self.open = true;
@@ -116,7 +117,7 @@ impl<W: Write> Renderer for StatusLine<W> {
             self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
         }
         self.run.apply(*record);
-        let due = || self.drawn.is_none_or(|drawn| drawn.elapsed() >= EVERY);
+        let due = || self.drawn.is_none_or(|drawn| drawn.elapsed() >= REDRAW_INTERVAL);
         if stepped && (due() || self.run.step.step == self.run.total_steps()) {
             return self.draw();
         }
@@ -197,7 +198,7 @@ mod tests {
         let text = output(false, |progress| {
             progress.show(started(4)).unwrap();
             progress.wait().unwrap();
-            progress.since = progress.since.unwrap().checked_sub(PhaseLines::FIRST);
+            progress.since = progress.since.unwrap().checked_sub(PhaseLines::MIN_DURATION);
             progress.wait().unwrap();
             progress.show(step(1)).unwrap();
             progress.wait().unwrap();

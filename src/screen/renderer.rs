@@ -81,7 +81,7 @@ pub(crate) trait MessageSource {
 /// Shows a run, whose state it has.
 pub(crate) trait Renderer {
     /// How long a source may wait for news.
-    const PATIENCE: Duration = Duration::from_millis(100);
+    const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
     fn show(&mut self, message: ScreenMessage) -> io::Result<()>;
 
@@ -94,7 +94,7 @@ pub(super) fn drive<R: Renderer>(source: &mut dyn MessageSource, renderer: &mut 
     loop {
         let mut quiet = true;
         let mut shown = Ok(());
-        let more = source.poll(R::PATIENCE, &mut |message| {
+        let more = source.poll(R::POLL_INTERVAL, &mut |message| {
             quiet = false;
             if shown.is_ok() {
                 shown = renderer.show(message);
@@ -153,11 +153,11 @@ impl MessageSource for LiveSource<'_> {
     }
 
     fn activity(&self) -> Option<String> {
-        self.activity.running_for(PhaseLines::FIRST).map(|phase| phase.to_string())
+        self.activity.running_for(PhaseLines::MIN_DURATION).map(|phase| phase.to_string())
     }
 
     fn phase(&mut self, lines: &mut PhaseLines) -> Option<String> {
-        lines.due(self.activity, PhaseLines::FIRST)
+        lines.due(self.activity, PhaseLines::MIN_DURATION)
     }
 }
 

@@ -302,7 +302,7 @@ impl MessageSource for LogSource {
     fn activity(&self) -> Option<String> {
         let (what, since) = self.phase.as_ref()?;
         let lasts = Duration::from_millis(wall_clock().saturating_sub(*since));
-        (lasts >= PhaseLines::FIRST).then(|| format!("{what} for {} s", lasts.as_secs()))
+        (lasts >= PhaseLines::MIN_DURATION).then(|| format!("{what} for {} s", lasts.as_secs()))
     }
 }
 

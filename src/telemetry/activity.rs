@@ -97,8 +97,8 @@ impl std::fmt::Display for CurrentPhase {
     }
 }
 
-/// Text for a terminal or file that keeps every line: a phase's name after [`Self::FIRST`] and every 5 s, and a dot
-/// wherever nothing would be written for longer than [`Self::FIRST`].
+/// Text for a terminal or file that keeps every line: a phase's name after [`Self::MIN_DURATION`] and every 5 s, and a dot
+/// wherever nothing would be written for longer than [`Self::MIN_DURATION`].
 #[derive(Debug, Default)]
 pub struct PhaseLines {
     /// Since when the last phase lasts, and when its name was written.
@@ -111,14 +111,14 @@ pub struct PhaseLines {
 
 impl PhaseLines {
     /// Shorter phases are not printed.
-    pub const FIRST: Duration = Duration::from_millis(400);
+    pub const MIN_DURATION: Duration = Duration::from_millis(400);
     const NEXT: Duration = Duration::from_secs(5);
 
     /// The text to append now, if any, for a phase that has lasted for at least `least`.
     pub fn due(&mut self, activity: &Activity, least: Duration) -> Option<String> {
         let phase = activity.running_for(least)?;
         let now = Instant::now();
-        let silent = self.written.is_none_or(|written| now - written >= Self::FIRST);
+        let silent = self.written.is_none_or(|written| now - written >= Self::MIN_DURATION);
         let is_new = self.named.is_none_or(|(since, named)| since != phase.since || now - named >= Self::NEXT);
         if !is_new && !silent {
             return None;
@@ -149,22 +149,22 @@ mod tests {
     #[test]
     fn a_phase_is_printed_once_it_lasts_then_dots_and_not_again_at_once() {
         let (activity, mut lines) = (Activity::default(), PhaseLines::default());
-        let wait = || std::thread::sleep(PhaseLines::FIRST);
+        let wait = || std::thread::sleep(PhaseLines::MIN_DURATION);
         activity.begin("evaluating");
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None, "it may be over in a moment");
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION), None, "it may be over in a moment");
         wait();
         activity.advance("evaluating", PhaseProgress::Items(5, 16));
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "evaluating 5/16");
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION).unwrap(), "evaluating 5/16");
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION), None);
         wait();
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), ".");
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION).unwrap(), ".");
         activity.advance("saving", PhaseProgress::Bytes(400_000_000, 1_100_000_000));
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION), None);
         wait();
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "\nsaving 0.4/1.1 GB");
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION).unwrap(), "\nsaving 0.4/1.1 GB");
         assert_eq!((lines.end(), lines.end()), ("\n", ""), "before a line of something else");
         wait();
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB", "the phase continues");
+        assert_eq!(lines.due(&activity, PhaseLines::MIN_DURATION).unwrap(), "saving 0.4/1.1 GB", "the phase continues");
         activity.begin("reading");
         assert_eq!(lines.due(&activity, Duration::ZERO).unwrap(), "\nreading", "others before it took long enough");
         activity.end();

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// The time limit for a client's request, and again for the answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Clients answered at once; one more is disconnected.
 const CLIENTS: usize = 32;
 /// After a failed `accept`, for example without a free file descriptor, which would fail again at once.
@@ -126,8 +126,8 @@ impl Sink for Prometheus {
 }
 
 fn answer(mut client: TcpStream, newest: &Mutex<Newest>) -> std::io::Result<()> {
-    let until = Instant::now() + PATIENCE;
-    client.set_write_timeout(Some(PATIENCE))?;
+    let until = Instant::now() + REQUEST_TIMEOUT;
+    client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut request = Vec::new();
     let mut part = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST {
@@ -249,16 +249,16 @@ mod tests {
         };
         // One client sends a byte at a time.
         let _ = (0..6).try_for_each(|_| {
-            thread::sleep(PATIENCE / 4);
+            thread::sleep(REQUEST_TIMEOUT / 4);
             slow.write_all(b"G")
         });
         idle.iter_mut().for_each(closed);
         closed(&mut slow);
-        assert!(began.elapsed() < PATIENCE * 4, "{:?}", began.elapsed());
+        assert!(began.elapsed() < REQUEST_TIMEOUT * 4, "{:?}", began.elapsed());
         assert!(ask(address, "GET /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 200"));
         // The thread of the last one ends just after its answer.
         let freed = (0..1000).any(|_| {
-            thread::sleep(PATIENCE / 500);
+            thread::sleep(REQUEST_TIMEOUT / 500);
             Arc::strong_count(&server.newest) == 2
         });
         assert!(freed, "a client is held");

@@ -409,11 +409,11 @@ fn with_lora(config: &Config) -> Config {
 
 /// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.
 pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize> {
-    const MOST: usize = 1 << 20;
+    const MAX_BATCH: usize = 1 << 20;
     // Bytes grow almost linearly, so a few steps of interpolation mostly suffice.
     const INTERPOLATED: usize = 8;
     let mut low = (1, bytes(1));
-    let mut high = (MOST, bytes(MOST));
+    let mut high = (MAX_BATCH, bytes(MAX_BATCH));
     if low.1 > budget {
         return None;
     }

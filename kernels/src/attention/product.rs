@@ -126,7 +126,7 @@ macro_rules! tiles {
             use std::arch::$arch::{$load, $set, $store};
 
             /// Vectors in a panel.
-            const EACH: usize = PANEL / $lanes;
+            const PANEL_VECTORS: usize = PANEL / $lanes;
 
             /// # Safety
             /// The CPU must have the instructions; the matrices must have these rows and columns.
@@ -149,9 +149,9 @@ macro_rules! tiles {
                         unsafe {
                             match (is_whole, wide) {
                                 (true, true) => tile::<$rows, $vectors>(first, inner, a, b, &mut c),
-                                (true, false) => tile::<$rows, EACH>(first, inner, a, b, &mut c),
+                                (true, false) => tile::<$rows, PANEL_VECTORS>(first, inner, a, b, &mut c),
                                 (false, true) => tile::<1, $vectors>(first, inner, a, b, &mut c),
-                                (false, false) => tile::<1, EACH>(first, inner, a, b, &mut c),
+                                (false, false) => tile::<1, PANEL_VECTORS>(first, inner, a, b, &mut c),
                             }
                         }
                         column += if wide { $vectors * $lanes } else { PANEL };

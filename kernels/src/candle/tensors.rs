@@ -128,9 +128,11 @@ pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
 /// The mask is computed on the host and uploaded: our random stream is not a candle operation, and all kernels must use the
 /// same mask.
 pub(super) fn drop(dropout: Option<Dropout>, first: usize, x: Tensor) -> Result<Tensor> {
-    const PART: usize = 1 << 16;
+    const TASK_ELEMENTS: usize = 1 << 16;
     let Some(dropout) = dropout else { return Ok(x) };
     let mut mask = vec![1.0f32; x.elem_count()];
-    mask.par_chunks_mut(PART).enumerate().for_each(|(part, values)| dropout.apply(first + part * PART, values));
+    mask.par_chunks_mut(TASK_ELEMENTS)
+        .enumerate()
+        .for_each(|(part, values)| dropout.apply(first + part * TASK_ELEMENTS, values));
     &x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
 }

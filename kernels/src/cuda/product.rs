@@ -201,9 +201,9 @@ impl CublasMatrix {
 /// product.
 fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Range<usize>> {
     /// Shorter sides are not worth a second launch.
-    const LEAST: usize = 4096;
+    const MIN_SPLIT: usize = 4096;
     const MULTIPLE: usize = 8;
-    let over = if along_rows && len >= LEAST && dtype != DType::F32 { len % MULTIPLE } else { 0 };
+    let over = if along_rows && len >= MIN_SPLIT && dtype != DType::F32 { len % MULTIPLE } else { 0 };
     [len - over..len, 0..len - over].into_iter().skip(usize::from(over == 0))
 }
 

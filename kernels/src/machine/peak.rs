@@ -16,9 +16,9 @@ const SUMS: usize = 12;
 /// Multiply-adds of each sum in one measurement.
 const ROUNDS: usize = 1 << 18;
 /// Words of memory that a thread reads or updates at a time.
-const PART: usize = 1 << 18;
+const TASK_WORDS: usize = 1 << 18;
 /// Duration of one measurement.
-const PATIENCE: Duration = Duration::from_millis(40);
+const MEASURED_TIME: Duration = Duration::from_millis(40);
 
 /// A loop of multiply-adds, and the floating-point operations it does in one round.
 #[derive(Clone, Copy)]
@@ -53,13 +53,13 @@ pub fn measure_peak_bf16() -> Peak {
 /// GB/s of reading memory with all threads of the rayon pool, from a buffer larger than the caches.
 pub fn measure_read_bandwidth() -> Peak {
     bandwidth(1, |buffer| {
-        black_box(buffer.par_chunks_exact(PART).map(sum).sum::<u64>());
+        black_box(buffer.par_chunks_exact(TASK_WORDS).map(sum).sum::<u64>());
     })
 }
 
 /// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for reads, and not for writes.
 pub fn measure_update_bandwidth() -> Peak {
-    bandwidth(2, |buffer| buffer.par_chunks_exact_mut(PART).for_each(increment))
+    bandwidth(2, |buffer| buffer.par_chunks_exact_mut(TASK_WORDS).for_each(increment))
 }
 
 /// The rates of passes over a buffer that read or write each word `accesses` times.
@@ -119,7 +119,7 @@ fn measure(work: Loop) -> Peak {
     let mut bursts = Vec::new();
     // Waking threads would take up to a fifth of a burst.
     with_spinning_workers(|| {
-        while start.elapsed() < PATIENCE || bursts.len() < 3 {
+        while start.elapsed() < MEASURED_TIME || bursts.len() < 3 {
             let begin = Instant::now();
             once();
             bursts.push(begin.elapsed());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Polls between two that let other programs run.
 const POLLS: u32 = 64;
 /// How long `body` waits for threads to wake up.
-const PATIENCE: Duration = Duration::from_micros(100);
+const WAKE_TIMEOUT: Duration = Duration::from_micros(100);
 /// A sentinel number of threads: no thread is waited for any longer.
 const CLOSED: usize = usize::MAX / 2;
 
@@ -37,7 +37,7 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
         });
         let others = rayon::current_num_threads() - 1;
         let began = Instant::now();
-        while awake.load(Ordering::Acquire) < others && began.elapsed() < PATIENCE {
+        while awake.load(Ordering::Acquire) < others && began.elapsed() < WAKE_TIMEOUT {
             std::hint::spin_loop();
         }
         awake.fetch_add(CLOSED, Ordering::AcqRel);

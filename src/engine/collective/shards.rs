@@ -5,7 +5,7 @@
 //! and sends equal parts of a unit's gradients. The boundaries are multiples of the blocks of the gradient statistics, so that
 //! statistics merge in the order of a single process.
 
-use crate::engine::kernels::summary::PART;
+use crate::engine::kernels::summary::TASK_ELEMENTS;
 use crate::precision::PrecisionUnit;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -66,7 +66,7 @@ impl Shards {
     }
 
     /// Splits a shard of `parameters` by parameter, and each parameter's part into pieces of at most `elements`, a multiple of
-    /// [`PART`], so that every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has
+    /// [`TASK_ELEMENTS`], so that every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has
     /// `elements`.
     pub fn rounds(
         &self,
@@ -99,8 +99,8 @@ fn nearest_border(lengths: &[usize], at: usize) -> usize {
     let mut start = 0;
     for length in lengths {
         if at < start + length {
-            let low = (at - start) / PART * PART;
-            let high = (low + PART).min(*length);
+            let low = (at - start) / TASK_ELEMENTS * TASK_ELEMENTS;
+            let high = (low + TASK_ELEMENTS).min(*length);
             return start + if at - start - low >= high - (at - start) { high } else { low };
         }
         start += length;
@@ -114,7 +114,8 @@ mod tests {
 
     #[test]
     fn shards_cover_everything_once_in_order_and_are_even() {
-        let lengths = [3, 0, 200, 40 * PART + 7, PART, 5, PART - 1, 2 * PART + 1, 9];
+        let lengths =
+            [3, 0, 200, 40 * TASK_ELEMENTS + 7, TASK_ELEMENTS, 5, TASK_ELEMENTS - 1, 2 * TASK_ELEMENTS + 1, 9];
         let total: usize = lengths.iter().sum();
         // All parameters in one unit, in units of three, in units of one, and in two that take turns.
         for (units, world) in [9, 3, 1, 0].into_iter().flat_map(|units| (1..=9).map(move |world| (units, world))) {
@@ -127,7 +128,7 @@ mod tests {
                     let range = shards.range(rank, parameter);
                     if !range.is_empty() {
                         assert_eq!(range.start, next);
-                        assert!(range.start.is_multiple_of(PART), "a cut inside of a block: {range:?}");
+                        assert!(range.start.is_multiple_of(TASK_ELEMENTS), "a cut inside of a block: {range:?}");
                         next = range.end;
                     }
                 }
@@ -137,15 +138,21 @@ mod tests {
                 let pieces: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
                 let pieces: Vec<_> = pieces.into_iter().filter(|(_, range)| !range.is_empty()).collect();
                 let len: usize = pieces.iter().map(|(_, range)| range.len()).sum();
-                assert!(len.abs_diff(total / world) <= PART, "{world} processes: {len}");
-                let rounds = shards.rounds(rank, 0..lengths.len(), 2 * PART);
+                assert!(len.abs_diff(total / world) <= TASK_ELEMENTS, "{world} processes: {len}");
+                let rounds = shards.rounds(rank, 0..lengths.len(), 2 * TASK_ELEMENTS);
                 let sizes: Vec<usize> =
                     rounds.iter().map(|round| round.iter().map(|(_, range)| range.len()).sum()).collect();
                 let (last, full) = sizes.split_last().unwrap();
-                assert!(*last > 0 && full.iter().all(|size| (2 * PART..4 * PART).contains(size)), "{sizes:?}");
+                assert!(
+                    *last > 0 && full.iter().all(|size| (2 * TASK_ELEMENTS..4 * TASK_ELEMENTS).contains(size)),
+                    "{sizes:?}"
+                );
                 let mut joined: Vec<(usize, std::ops::Range<usize>)> = Vec::new();
                 for (parameter, range) in rounds.concat() {
-                    assert!(range.start.is_multiple_of(PART) && (1..=2 * PART).contains(&range.len()), "{range:?}");
+                    assert!(
+                        range.start.is_multiple_of(TASK_ELEMENTS) && (1..=2 * TASK_ELEMENTS).contains(&range.len()),
+                        "{range:?}"
+                    );
                     match joined.last_mut() {
                         Some((last, joined)) if *last == parameter && joined.end == range.start => {
                             joined.end = range.end;

@@ -476,10 +476,10 @@ pub fn sample_init(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) 
 
 /// Fills `out` with normal numbers of standard deviation `std`, starting at the even number `first`.
 fn sample_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
-    const PART: usize = 1 << 14;
-    out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
+    const TASK_ELEMENTS: usize = 1 << 14;
+    out.par_chunks_mut(TASK_ELEMENTS).enumerate().for_each(|(part, out)| {
         vectorize!({
-            stream.fill_normal(site, 0, (first / 2 + part * (PART / 2)) as u32, out);
+            stream.fill_normal(site, 0, (first / 2 + part * (TASK_ELEMENTS / 2)) as u32, out);
             for x in out {
                 *x *= std;
             }

@@ -96,7 +96,7 @@ impl QueryScale {
 /// The key of the context before it was extended.
 pub(super) const ORIGINAL: &str = "original_max_position_embeddings";
 /// Keys of all types. Transformers also ignores keys that a type does not use.
-const KNOWN: [&str; 17] = [
+const KNOWN_KEYS: [&str; 17] = [
     "rope_type",
     "type",
     "rope_theta",
@@ -288,7 +288,7 @@ impl Rope {
         if !Self::TYPES.contains(&name) {
             return Err(format!("`rope_type` is `{name}`; supported: {}", quoted(&Self::TYPES)));
         }
-        if let Some(key) = parameters.keys().find(|key| !KNOWN.contains(&key.as_str())) {
+        if let Some(key) = parameters.keys().find(|key| !KNOWN_KEYS.contains(&key.as_str())) {
             return Err(format!("`{key}` is not supported with `rope_type` `{name}`"));
         }
         Self::refuse_partial(parameters)?;

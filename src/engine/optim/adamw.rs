@@ -4,7 +4,7 @@
 use crate::engine::collective::{ProcessGroup, Shards, gather};
 use crate::engine::kernels::adamw::{AdamWStep, AdamWTensor};
 use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS, Moment};
-use crate::engine::kernels::summary::PART;
+use crate::engine::kernels::summary::TASK_ELEMENTS;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit, UpdateCounts};
@@ -91,7 +91,7 @@ enum MomentStorage {
 }
 
 // Shards are cut at the blocks of the gradient statistics, so a process never has a part of a block.
-const _: () = assert!(PART.is_multiple_of(BLOCK_SIZE));
+const _: () = assert!(TASK_ELEMENTS.is_multiple_of(BLOCK_SIZE));
 
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.

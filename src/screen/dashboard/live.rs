@@ -99,7 +99,7 @@ impl<W: Write> Live<'_, W> {
 
 impl<W: Write> Renderer for Live<'_, W> {
     /// It waits for keys instead.
-    const PATIENCE: Duration = Duration::ZERO;
+    const POLL_INTERVAL: Duration = Duration::ZERO;
 
     fn show(&mut self, message: ScreenMessage) -> io::Result<()> {
         self.changed = true;

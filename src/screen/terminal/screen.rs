@@ -28,7 +28,7 @@ static MOUSE: AtomicBool = AtomicBool::new(false);
 /// Held while a frame is drawn.
 static DRAWING: Mutex<()> = Mutex::new(());
 /// How long restoring waits for a frame in progress; longer only if it was the frame that panicked.
-const PATIENCE: Duration = Duration::from_millis(100);
+const FRAME_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long the end of the process waits for a terminal that accepts no output.
 const STUCK: Duration = Duration::from_secs(2);
 /// Time between two polls of the keyboard.
@@ -139,7 +139,7 @@ impl Keyboard {
     fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         // A reader that does not return has lost its terminal.
-        wait(PATIENCE, || self.reader.is_finished().then_some(()));
+        wait(FRAME_TIMEOUT, || self.reader.is_finished().then_some(()));
     }
 }
 
@@ -178,7 +178,7 @@ pub(super) fn restore() {
     if !TAKEN.swap(false, Ordering::SeqCst) {
         return;
     }
-    let _drawing = wait(PATIENCE, || match DRAWING.try_lock() {
+    let _drawing = wait(FRAME_TIMEOUT, || match DRAWING.try_lock() {
         Ok(lock) => Some(lock),
         Err(TryLockError::Poisoned(lock)) => Some(lock.into_inner()),
         Err(TryLockError::WouldBlock) => None,

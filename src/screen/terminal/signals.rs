@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// Exit code after a signal.
 const INTERRUPTED: i32 = 130;
 /// How long an exiting process waits for its terminal to be restored.
-const PATIENCE: Duration = Duration::from_millis(500);
+const RESTORE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long an interrupted process waits for readers of its output after training has ended.
 const STUCK: Duration = Duration::from_secs(3);
 
@@ -113,7 +113,7 @@ fn say(text: &'static str) {
 /// Ends the process after training, also if its last lines find no reader.
 fn leave_after_training() {
     while TRAINING.load(Ordering::SeqCst) {
-        thread::sleep(PATIENCE);
+        thread::sleep(RESTORE_TIMEOUT);
     }
     thread::sleep(STUCK);
     leave();
@@ -133,7 +133,7 @@ pub fn restore_before_exit() {
 /// Runs `work` on a separate thread, because a blocked terminal or pipe must not keep the process alive.
 fn try_shortly(work: impl FnOnce() + Send + 'static) {
     let working = thread::spawn(work);
-    wait(PATIENCE, || working.is_finished().then_some(()));
+    wait(RESTORE_TIMEOUT, || working.is_finished().then_some(()));
 }
 
 /// Turns exceeding `ulimit -f` into a write error, like a full disk, instead of a fatal signal.

@@ -56,8 +56,8 @@ pub fn compare(a: &Path, b: &Path) -> Result<Vec<CheckpointDifference>> {
 
 const OTHER: &str = "with other values";
 const RESHAPED: &str = "with another shape or type";
-const FIRST: &str = "only in the first";
-const SECOND: &str = "only in the second";
+const ONLY_IN_FIRST: &str = "only in the first";
+const ONLY_IN_SECOND: &str = "only in the second";
 
 /// A name within a file, and the kind and description of the difference.
 type Findings = Vec<(String, &'static str, String)>;
@@ -75,8 +75,8 @@ fn each_side(
     match (a.exists(), b.exists()) {
         (true, true) => inspect(&a, &b, &mut found)?,
         (false, false) => {}
-        (true, false) => found.push((String::new(), FIRST, FIRST.into())),
-        (false, true) => found.push((String::new(), SECOND, SECOND.into())),
+        (true, false) => found.push((String::new(), ONLY_IN_FIRST, ONLY_IN_FIRST.into())),
+        (false, true) => found.push((String::new(), ONLY_IN_SECOND, ONLY_IN_SECOND.into())),
     }
     let named = |(name, kind, message)| CheckpointDifference { file: file.to_owned(), name, kind, message };
     differences.extend(found.into_iter().map(named));
@@ -114,8 +114,8 @@ fn tensors(a: &TensorFile, b: &TensorFile, found: &mut Findings) -> Result<()> {
                 Some((RESHAPED, format!("{} {:?} and {} {:?}", a.dtype, a.shape, b.dtype, b.shape)))
             }
             (Some(a), Some(b)) => values(&a, &b)?.map(|message| (OTHER, message)),
-            (Some(_), None) => Some((FIRST, FIRST.into())),
-            (None, _) => Some((SECOND, SECOND.into())),
+            (Some(_), None) => Some((ONLY_IN_FIRST, ONLY_IN_FIRST.into())),
+            (None, _) => Some((ONLY_IN_SECOND, ONLY_IN_SECOND.into())),
         };
         found.extend(difference.map(|(kind, message)| (name, kind, message)));
     }

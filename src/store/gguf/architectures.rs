@@ -334,13 +334,13 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
 
 /// Rejects unknown keys, which may change the computation. Values of 0 and `false` leave a feature off.
 fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
-    const HARMLESS: [&str; 4] =
+    const IGNORED_KEYS: [&str; 4] =
         ["attention.value_length", "rope.dimension_count", "tensor_data_layout", ORIGINAL_CONTEXT];
     let off = |value: &Value| value == &Value::Bool(false) || value.as_f64() == Some(0.0);
     let on = |key: &str, value: &Value| match key {
         "attention.causal" => value == &Value::Bool(true),
         "rope.scaling.attn_factor" => value.as_f64() == Some(1.0),
-        _ => HARMLESS.contains(&key),
+        _ => IGNORED_KEYS.contains(&key),
     };
     match keys.iter().find(|(key, value)| !off(value) && !on(key, value)) {
         None => Ok(()),

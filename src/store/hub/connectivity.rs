@@ -51,11 +51,11 @@ mod tests {
 
     #[test]
     fn a_listening_endpoint_is_reachable_and_a_closed_one_is_not() {
-        const PATIENCE: Duration = Duration::from_secs(2);
+        const TIMEOUT: Duration = Duration::from_secs(2);
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let at = |endpoint: &str| {
             let endpoint = endpoint.to_owned();
-            connect(&Settings { endpoint, ..Settings::from_vars(|_| None) }, PATIENCE)
+            connect(&Settings { endpoint, ..Settings::from_vars(|_| None) }, TIMEOUT)
         };
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         at(&endpoint).unwrap();
@@ -63,6 +63,6 @@ mod tests {
         let began = Instant::now();
         assert!(at(&endpoint).unwrap_err().starts_with("`127.0.0.1` accepts no connection"));
         assert!(at("http://no.such.host.invalid").unwrap_err().contains("no address for `no.such.host.invalid`"));
-        assert!(began.elapsed() < 3 * PATIENCE);
+        assert!(began.elapsed() < 3 * TIMEOUT);
     }
 }

@@ -4,7 +4,7 @@ use crate::data::{LossOn, SampleKind};
 use crate::engine::model::{ALL_LINEAR, ModelSpec};
 use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
-use crate::settings::{Interval, MOST, changed_keys, settings};
+use crate::settings::{Interval, MAX_COUNT, changed_keys, settings};
 use crate::train::objective::ObjectiveKind;
 use crate::train::reward::{OnRewardError, Reward};
 use crate::{Error, Result};
@@ -15,12 +15,12 @@ settings! {
     #[derive(Clone, Debug, PartialEq)]
     pub struct TrainSection {
         /// Sequences in a micro-batch.
-        batch_size: usize = 8, within(1.0, MOST), flag("batch-size", Training, 0, "N"), short('b');
+        batch_size: usize = 8, within(1.0, MAX_COUNT), flag("batch-size", Training, 0, "N"), short('b');
         /// Tokens in a sequence; at most the model's context.
-        seq_len: usize = 128, fixed(), within(1.0, MOST), flag("seq-len", Training, 0, "N"), short('l'),
+        seq_len: usize = 128, fixed(), within(1.0, MAX_COUNT), flag("seq-len", Training, 0, "N"), short('l'),
             help("Tokens in a sequence");
         /// Micro-batches in a step.
-        grad_accum: usize = 1, within(1.0, MOST), flag("grad-accum", Training, 1, "N");
+        grad_accum: usize = 1, within(1.0, MAX_COUNT), flag("grad-accum", Training, 1, "N");
         /// Whether to keep only the input of each block for the backward pass, which computes the rest again. The numbers are
         /// the same; a step needs less memory and takes about a third longer.
         gradient_checkpointing: bool = false, flag("gradient-checkpointing", Training, 0, ""),
@@ -166,7 +166,7 @@ settings! {
         /// Completions of a prompt, which form a group.
         num_generations: usize = 8, fixed(), within(2.0, 1024.0), flag("num-generations", Training, 0, "N");
         /// Maximum number of tokens of a completion; with its prompt it also has to fit `train.seq_len`.
-        max_completion_length: usize = 512, fixed(), within(1.0, MOST), flag("max-completion-length", Training, 0, "N"),
+        max_completion_length: usize = 512, fixed(), within(1.0, MAX_COUNT), flag("max-completion-length", Training, 0, "N"),
             help("Maximum number of tokens of a sampled completion");
         /// Steps with the completions of one sampling.
         num_iterations: usize = 1, fixed(), within(1.0, 1024.0);
@@ -364,14 +364,14 @@ settings! {
         save_every: Interval = Interval::Steps(500), flag("save-every", Along, 0, "N"),
             help("Steps between checkpoints, or `epoch`");
         /// Number of checkpoints to keep; older ones are removed when a newer one is complete.
-        keep_last: usize = 2, within(1.0, MOST), flag("keep-last", Along, 0, "N"),
+        keep_last: usize = 2, within(1.0, MAX_COUNT), flag("keep-last", Along, 0, "N"),
             help("Full checkpoints to keep in addition to the best one");
         /// Whether to also keep the checkpoint with the best validation loss.
         keep_best: bool = true;
         /// Steps between weights-only checkpoints, or `epoch`; they are small but cannot be resumed. 0 for none.
         save_weights_every: Interval = Interval::Steps(0);
         /// Number of weights-only checkpoints to keep, in addition to the best one with `keep_best`.
-        keep_last_weights: usize = 2, within(1.0, MOST);
+        keep_last_weights: usize = 2, within(1.0, MAX_COUNT);
         /// Seconds to retry the last checkpoint of a run if it fails, before saving only the weights.
         final_save_retry_s: u64 = 60;
     }

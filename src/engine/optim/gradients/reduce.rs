@@ -6,7 +6,9 @@ use crate::engine::collective::shards::CHUNK_ELEMENTS;
 use crate::engine::collective::{ProcessGroup, Shards, TensorExchange, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
-use crate::engine::kernels::summary::{CHUNK, PART, TensorSummary, block_sums, merge_chunks, merge_parts, parts};
+use crate::engine::kernels::summary::{
+    CHUNK, TASK_ELEMENTS, TensorSummary, block_sums, merge_chunks, merge_parts, parts,
+};
 use crate::engine::kernels::{Fused, Kernels, op, view};
 use crate::engine::model::Parameters;
 use crate::engine::optim::tree::{Merge, ReductionTree, local_range, split};
@@ -476,7 +478,7 @@ impl Gradients {
         let mut all: Vec<_> = all.iter().map(|sums| sums.iter()).collect();
         let mut sum_of = |index: usize| {
             let of_rank = all.iter_mut().enumerate();
-            of_rank.flat_map(|(rank, sums)| sums.take(shards.range(rank, index).len().div_ceil(PART))).sum()
+            of_rank.flat_map(|(rank, sums)| sums.take(shards.range(rank, index).len().div_ceil(TASK_ELEMENTS))).sum()
         };
         Ok((0..total.tensors().len()).map(&mut sum_of).collect())
     }
@@ -484,7 +486,7 @@ impl Gradients {
 
 /// Number of blocks of a parameter in the shard of process `rank`.
 fn blocks(shards: &Shards, rank: usize, parameter: usize) -> usize {
-    shards.range(rank, parameter).len().div_ceil(if shards.on_host { PART } else { CHUNK })
+    shards.range(rank, parameter).len().div_ceil(if shards.on_host { TASK_ELEMENTS } else { CHUNK })
 }
 
 fn to_words(stats: &TensorStats) -> [u64; 7] {

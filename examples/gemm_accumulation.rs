@@ -1,5 +1,5 @@
-//! A product of BF16 matrices with BF16 and with FP32 accumulation, compared with FP32: why matrix units multiply in half
-//! precision and accumulate in single.
+//! A product of BF16 matrices with BF16 and with FP32 accumulation, compared with FP32: why matrix units multiply in
+//! half precision and accumulate in single.
 //!
 //! `cargo run --example gemm_accumulation`
 
@@ -34,8 +34,8 @@ fn main() -> Result {
     of_normal_values()
 }
 
-/// 64 × 128 by 128 × 64 matrices of N(0, 0.1), rounded to BF16: the error against FP32 over the size of the result, both
-/// summed over all elements. A tutorial reports 0.0120 for BF16 sums and 0.0028 for FP32 sums, for its own values.
+/// 64 × 128 by 128 × 64 matrices of N(0, 0.1), rounded to BF16: the error against FP32 over the size of the result,
+/// both summed over all elements. A tutorial reports 0.0120 for BF16 sums and 0.0028 for FP32 sums, for its own values.
 fn of_normal_values() -> Result {
     const SHAPE: [usize; 3] = [64, 128, 64];
     let [rows, depth, columns] = SHAPE;

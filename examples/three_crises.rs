@@ -1,5 +1,5 @@
-//! The three ways FP16 training fails, each with its remedy: gradients that underflow, gradients that overflow, and updates
-//! too small for the weight.
+//! The three ways FP16 training fails, each with its remedy: gradients that underflow, gradients that overflow, and
+//! updates too small for the weight.
 //!
 //! `cargo run --example three_crises`
 
@@ -73,8 +73,8 @@ fn overflow() -> Result {
     Ok(())
 }
 
-/// Three updates of 5e-5 to a weight of 1. FP16's next value below 1 is 1 - 4.9e-4, so each is rounded away. The remedy:
-/// an FP32 master that accumulates the updates.
+/// Three updates of 5e-5 to a weight of 1. FP16's next value below 1 is 1 - 4.9e-4, so each is rounded away. The
+/// remedy: an FP32 master that accumulates the updates.
 fn vanishing_update() -> Result {
     let weight = Var::ones(1, DType::F16, &Device::Cpu)?;
     let master = Var::ones(1, DType::F32, &Device::Cpu)?;

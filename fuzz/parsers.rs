@@ -1,5 +1,5 @@
-//! One parser of outside bytes for each binary of this package, by the binary's name. A parser reads or refuses; a panic, an
-//! abort or a gigabyte of memory is a finding.
+//! One parser of outside bytes for each binary of this package, by the binary's name. A parser reads or refuses; a
+//! panic, an abort or a gigabyte of memory is a finding.
 #![no_main]
 
 use std::cell::OnceCell;
@@ -53,8 +53,8 @@ fn adapter(bytes: &[u8]) {
     let _ = adapter.read_parameters(&spec, &parameters);
 }
 
-/// Parses every source, and renders those that cannot make a text much longer: a chain of sums or of some filters takes any amount
-/// of memory, which is why the program renders a model's template in a separate process with limits.
+/// Parses every source, and renders those that cannot make a text much longer: a chain of sums or of some filters takes
+/// any amount of memory, which is why the program renders a model's template in a separate process with limits.
 fn chat_template(bytes: &[u8]) {
     const LENGTHENS: [&str; 14] = [
         "+", "~", "*", "batch", "endset", "format", "indent", "join", "macro", "range", "recursive", "replace", "slice", "tojson",

@@ -1,5 +1,5 @@
-//! Compiles our own CUDA kernels for the feature `cuda`, with the nvcc that candle's need as well. Without the feature there is
-//! nothing to do.
+//! Compiles our own CUDA kernels for the feature `cuda`, with the nvcc that candle's need as well. Without the feature
+//! there is nothing to do.
 
 use std::env;
 use std::path::PathBuf;
@@ -32,8 +32,8 @@ fn main() {
     let compile = |module: &str| {
         println!("cargo::rerun-if-changed={FOLDER}/{module}.cu");
         let mut command = Command::new(&nvcc);
-        // PTX for every GPU with BF16 tensor cores; the driver compiles it for the GPU in use. Products of four warps exist for one
-        // compute capability.
+        // PTX for every GPU with BF16 tensor cores; the driver compiles it for the GPU in use. Products of four warps
+        // exist for one compute capability.
         let capability = if module.ends_with("_wgmma") { "-arch=compute_90a" } else { "-arch=compute_80" };
         command.args(["--ptx", "-std=c++17", "-O3", capability, "-o"]).arg(out.join(format!("{module}.ptx")));
         let child = command.arg(format!("{FOLDER}/{module}.cu")).spawn();

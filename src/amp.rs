@@ -38,8 +38,8 @@
 //! ```
 //!
 //! To accumulate gradients, divide every micro-batch's loss by their number, scale it, add the gradients with
-//! `GradStore::extend` (in the parameters' own type), and unscale, clip, step and update once. For FP32 parameters that are
-//! only cast to half precision for matrix products, candle's own optimizers work too: see [`WithVars`].
+//! `GradStore::extend` (in the parameters' own type), and unscale, clip, step and update once. For FP32 parameters that
+//! are only cast to half precision for matrix products, candle's own optimizers work too: see [`WithVars`].
 
 mod adamw;
 mod grad_scaler;

@@ -137,8 +137,8 @@ struct ConfigCommand {
     explain: bool,
 }
 
-/// The command line's definition. Numbers may be negative, so that the error comes from their validation and not from the
-/// parser, which would take them for flags.
+/// The command line's definition. Numbers may be negative, so that the error comes from their validation and not from
+/// the parser, which would take them for flags.
 pub fn definition() -> clap::Command {
     fn with_numbers(command: clap::Command) -> clap::Command {
         let command = command.mut_args(|arg| {
@@ -201,8 +201,8 @@ fn in_digits(text: &str) -> Option<String> {
     (digits != text).then_some(digits)
 }
 
-/// Parses and executes the command line. Returns the exit code: 0 done, 1 failure, 2 usage or configuration, 3 diverged, 130
-/// interrupted after a save.
+/// Parses and executes the command line. Returns the exit code: 0 done, 1 failure, 2 usage or configuration, 3
+/// diverged, 130 interrupted after a save.
 pub fn main() -> ExitCode {
     // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
@@ -345,7 +345,8 @@ fn done(result: Result<()>) -> Result<ExitCode> {
 mod tests {
     use super::*;
 
-    /// Regression: the correction also changed a prompt, and never ended for a value in the word of its flag or in a list.
+    /// Regression: the correction also changed a prompt, and never ended for a value in the word of its flag or in a
+    /// list.
     #[test]
     fn a_number_is_corrected_in_its_own_word_only() {
         let parse = |line: &str| -> Result<Cli, clap::Error> {

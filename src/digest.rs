@@ -1,4 +1,5 @@
-//! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size limit.
+//! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size
+//! limit.
 
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
 //! Fine-tunes language models in mixed precision (Micikevicius et al., 2018), and shows the numbers doing it.
 //!
-//! `docs/ARCHITECTURE.md` maps the modules and the order in which they may use each other, which `tests/architecture.rs`
-//! enforces. The training step is in `train/step.rs`.
+//! `docs/ARCHITECTURE.md` maps the modules and the order in which they may use each other, which
+//! `tests/architecture.rs` enforces. The training step is in `train/step.rs`.
 
 pub mod amp;
 pub mod cli;

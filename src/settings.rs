@@ -1,7 +1,8 @@
-//! Settings, each defined once: key, type, default, comment, limits, flag, and whether a resumed run has to keep its value.
+//! Settings, each defined once: key, type, default, comment, limits, flag, and whether a resumed run has to keep its
+//! value.
 //!
-//! [`settings!`] turns a list of settings into a section of the configuration: a struct with defaults, read and written by
-//! serde, and the [`Setting`]s that everything else is derived from (`config --explain`, flags, hints, checks).
+//! [`settings!`] turns a list of settings into a section of the configuration: a struct with defaults, read and written
+//! by serde, and the [`Setting`]s that everything else is derived from (`config --explain`, flags, hints, checks).
 
 use crate::{Error, Result};
 use clap::{Arg, ArgAction};
@@ -338,7 +339,9 @@ macro_rules! settings {
         impl $name {
             pub(crate) fn settings() -> Vec<$crate::settings::Setting> {
                 use $crate::settings::Setting;
-                Setting::flat(vec![$(Setting::new::<$type>(stringify!($key), &[$($comment),+])$(.$property($($argument),*))*),+])
+                Setting::flat(vec![$(
+                    Setting::new::<$type>(stringify!($key), &[$($comment),+])$(.$property($($argument),*))*
+                ),+])
             }
         }
     };

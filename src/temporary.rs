@@ -11,7 +11,8 @@ use tempfile::{Builder, NamedTempFile, TempDir};
 /// A process locks its new file within less than this. The age also protects files on a file system without locks.
 const YOUNG: Duration = Duration::from_mins(1);
 
-/// Creates and locks a file in `folder`, named `prefix` and random characters, after removing abandoned ones of that prefix.
+/// Creates and locks a file in `folder`, named `prefix` and random characters, after removing abandoned ones of that
+/// prefix.
 pub(crate) fn file(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     sweep(folder, |name| name.starts_with(prefix));
     let file = NamedTempFile::with_prefix_in(prefix, folder).map_err(|error| without_path(&error));
@@ -56,8 +57,8 @@ pub(crate) fn publish(folder: &TempDir, files: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// A file that appears, or replaces an older one of the same mode, when it is complete. Pipes, devices, and files in folders
-/// that take no new ones are written directly.
+/// A file that appears, or replaces an older one of the same mode, when it is complete. Pipes, devices, and files in
+/// folders that take no new ones are written directly.
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     path: PathBuf,

@@ -1,5 +1,5 @@
-//! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and work that
-//! may ruin its process.
+//! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and
+//! work that may ruin its process.
 //!
 //! Text is escaped by the writers, not by the readers: [`SanitizingWriter`] wraps a stream, [`sanitize_line`] and
 //! [`sanitize_block`] escape a message.
@@ -93,7 +93,8 @@ pub fn is_unsafe_char(c: char) -> bool {
         || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
-/// `text` on one line, with every [unsafe](is_unsafe_char) character escaped like `\u001b`, which JSON and TOML can parse.
+/// `text` on one line, with every [unsafe](is_unsafe_char) character escaped like `\u001b`, which JSON and TOML can
+/// parse.
 pub fn sanitize_line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
@@ -129,8 +130,8 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
     out.into()
 }
 
-/// Writes text to `inner` with [unsafe](is_unsafe_char) characters except line feeds and tabs escaped. Bytes that are not
-/// UTF-8 become U+FFFD.
+/// Writes text to `inner` with [unsafe](is_unsafe_char) characters except line feeds and tabs escaped. Bytes that are
+/// not UTF-8 become U+FFFD.
 #[derive(Debug)]
 pub struct SanitizingWriter<W: Write> {
     inner: W,

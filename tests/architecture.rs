@@ -2,8 +2,8 @@
 //! `kernels/src/**/*.rs`, whose package the compiler keeps from using the other.
 //!
 //! A module may name only modules above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
-//! comments and string literals, then follows every path that begins with `crate` or `super`, including `use` trees. The tests
-//! at the end check it against sources that break each rule.
+//! comments and string literals, then follows every path that begins with `crate` or `super`, including `use` trees.
+//! The tests at the end check it against sources that break each rule.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,6 +48,7 @@ const WITHOUT_CYCLES: [&str; 1] = ["data"];
 const DEFINED_TWICE: [&str; 2] = ["AdamW", "GradScaler"];
 const MAX_MAIN_LINES: usize = 60;
 const MAX_FILE_LINES: usize = 700;
+const MAX_COLUMNS: usize = 120;
 
 /// One source file: its path under `src/` and its text.
 struct Source {
@@ -117,6 +118,11 @@ fn habits(source: &Source) -> Vec<String> {
     let limit = if source.path == Path::new("main.rs") { MAX_MAIN_LINES } else { MAX_FILE_LINES };
     if lines > limit {
         found.push(format!("{path}: {lines} lines, more than {limit}"));
+    }
+    // `rustfmt` leaves comments alone.
+    let is_wide = |line: &str| line.trim_start().starts_with("//") && line.chars().count() > MAX_COLUMNS;
+    if let Some(at) = source.text.lines().position(is_wide) {
+        found.push(format!("{path}: line {} is a comment of more than {MAX_COLUMNS} columns", at + 1));
     }
     found
 }
@@ -220,8 +226,8 @@ fn leaves(after: &[&str], used: &mut Vec<String>) {
     }
 }
 
-/// The names that more than one file defines as a type, except those of [`DEFINED_TWICE`] and of operations, whose layers and
-/// CUDA arguments have the same names.
+/// The names that more than one file defines as a type, except those of [`DEFINED_TWICE`] and of operations, whose
+/// layers and CUDA arguments have the same names.
 fn defined_twice<'a>(sources: impl IntoIterator<Item = &'a Source>) -> Vec<String> {
     let mut definitions = BTreeMap::<String, BTreeSet<&Path>>::new();
     let is_exempt = |source: &&Source| ["op.rs", "tests.rs"].iter().any(|file| source.path.ends_with(file));
@@ -440,13 +446,15 @@ fn a_type_has_one_definition() {
 }
 
 #[test]
-fn unknown_modules_long_files_and_silent_openings_are_found() {
+fn unknown_modules_long_files_wide_comments_and_silent_openings_are_found() {
     assert_eq!(judge("utils.rs", "")[0], "utils.rs: `utils` is not in the dependency order");
     assert_eq!(judge("train.rs", "use crate::utils::x;")[0], "train.rs: `crate::utils` is no module of the order");
     assert_eq!(judge("main.rs", &"\n".repeat(MAX_MAIN_LINES)).len(), 1);
     assert_eq!(judge("main.rs", "fn main() -> ExitCode { finetune::cli::run() }"), [""; 0]);
     assert_eq!(judge("train.rs", &"\n".repeat(MAX_FILE_LINES)).len(), 1);
     assert_eq!(judge("train/mod.rs", "").len(), 1);
+    assert_eq!(judge("train.rs", &format!("//{}", "·".repeat(MAX_COLUMNS - 2))).len(), 0);
+    assert_eq!(judge("train.rs", &format!("    //{}", "x".repeat(MAX_COLUMNS - 5))).len(), 1);
     let silent = Source { path: "train.rs".into(), text: "use std::fmt;\n".into() };
     assert_eq!(breaches(&[silent]).len(), 1);
 }

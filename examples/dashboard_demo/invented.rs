@@ -93,7 +93,8 @@ impl InventedRun {
     fn invent_step(&mut self) {
         self.step += 1;
         let at = self.step;
-        // Most steps have their largest gradient seven binades above the typical one; one in a few hundred has it higher.
+        // Most steps have their largest gradient seven binades above the typical one; one in a few hundred has it
+        // higher.
         let peak = if self.random() < 0.004 { 11 } else { 8 };
         let tensors: Vec<_> =
             TENSORS.iter().map(|(name, count, exponent)| tensor(name, *count, exponent + self.scale, peak)).collect();

@@ -1,5 +1,5 @@
-// AdamW: the counterpart of adamw.rs, and of blockwise.rs for moments in 8 bits. G is the gradients' type, W the working
-// copies'. All tensors of two types in one launch: single tensors are too small to keep a GPU busy.
+// AdamW: the counterpart of adamw.rs, and of blockwise.rs for moments in 8 bits. G is the gradients' type, W the
+// working copies'. All tensors of two types in one launch: single tensors are too small to keep a GPU busy.
 #include "cuda/common.cuh"
 
 // As UpdateCounts in Rust, without the number of elements.

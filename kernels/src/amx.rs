@@ -1,11 +1,11 @@
 //! Intel's AMX: eight tile registers of 16 rows of 64 bytes, and products of two tiles of BF16 values.
 //!
-//! Stable Rust has no intrinsics for them, so each instruction is inline assembly. Tiles keep their content from one instruction
-//! to the next because the compiler never uses them: nothing here is compiled with the feature `amx-tile`.
+//! Stable Rust has no intrinsics for them, so each instruction is inline assembly. Tiles keep their content from one
+//! instruction to the next because the compiler never uses them: nothing here is compiled with the feature `amx-tile`.
 //!
-//! A process must ask Linux for the tiles before it uses them, once for all its threads. A thread configures them before a task
-//! and releases them after it: that takes some 200 cycles, and without the release the system would save 8 KiB for each switch
-//! of threads, and idle cores could not sleep deeply.
+//! A process must ask Linux for the tiles before it uses them, once for all its threads. A thread configures them
+//! before a task and releases them after it: that takes some 200 cycles, and without the release the system would save
+//! 8 KiB for each switch of threads, and idle cores could not sleep deeply.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -118,10 +118,11 @@ pub(super) trait TileUnit {
     /// Loads a tile from rows of [`COLUMNS`] words that are `stride` words apart.
     fn load<const TILE: u8>(&mut self, from: &[u32], stride: usize);
 
-    /// `sums[m][n] += a[m][2 k] * b[k][2 n] + a[m][2 k + 1] * b[k][2 n + 1]`, over all k, for tiles of BF16 pairs `a` and `b`.
+    /// `sums[m][n] += a[m][2 k] * b[k][2 n] + a[m][2 k + 1] * b[k][2 n + 1]`, over all k, for tiles of BF16 pairs `a`
+    /// and `b`.
     ///
-    /// Sums of even and of odd elements are rounded to FP32 after each product, then added. Subnormal inputs and results are taken
-    /// for zero.
+    /// Sums of even and of odd elements are rounded to FP32 after each product, then added. Subnormal inputs and
+    /// results are taken for zero.
     fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self);
 
     /// Stores a tile to rows of [`COLUMNS`] numbers that are `stride` numbers apart.

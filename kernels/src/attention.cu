@@ -123,7 +123,8 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
                 s[i][j] = column + j <= row && column + j >= bound ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
-            // Half a warp shares the rows. Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
+            // Half a warp shares the rows. Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be
+            // NaN.
             const float now = fmaxf(top[i], warp_reduce<SIDE>(highest, Max())), base = now == -INFINITY ? 0.0f : now;
             const float shrink = expf(top[i] - base);
             float sum = 0.0f;

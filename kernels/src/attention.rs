@@ -2,8 +2,8 @@
 //!
 //! A head's full score matrix is never stored: the forward pass keeps each row's log-sum-exp, and the backward pass
 //! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
-//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in a fixed
-//! tree. Keys that no query of a block attends to are skipped.
+//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in a
+//! fixed tree. Keys that no query of a block attends to are skipped.
 
 use self::product::{add_to, by_columns, by_rows, in_panels, in_rows, multiply, overwrite, transpose};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
@@ -89,7 +89,8 @@ pub struct AttentionInputs<'a> {
     pub documents: Option<&'a [u32]>,
     /// Applied to the softmax's output.
     pub dropout: Option<Dropout>,
-    /// `[H]`: a score of each head that counts in the softmax's denominator only (Xiao et al., "Attention sinks", 2023).
+    /// `[H]`: a score of each head that counts in the softmax's denominator only (Xiao et al., "Attention sinks",
+    /// 2023).
     pub sinks: Option<&'a Tensor>,
 }
 
@@ -287,8 +288,8 @@ fn forward_head(
     );
 }
 
-/// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score, or the sink's,
-/// and the softmax's denominator.
+/// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score, or
+/// the sink's, and the softmax's denominator.
 #[inline(always)]
 pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f32>, sink: Option<f32>) -> (f32, f32) {
     let seen = zero_outside(p, seen);
@@ -352,8 +353,8 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     })
 }
 
-/// Writes the gradients of the sinks. Each row's is minus its sink's probability times the scalar product of the output and its
-/// gradient.
+/// Writes the gradients of the sinks. Each row's is minus its sink's probability times the scalar product of the output
+/// and its gradient.
 fn sink_gradients(shape: &AttentionShape, saved: &SavedTensors<'_>, sinks: &[f32], out: &Tensor) -> Result<()> {
     let AttentionShape { batch, seq_len, heads, head_size, .. } = *shape;
     let gradient = |head: usize| {
@@ -423,8 +424,8 @@ fn backward_group(
     );
 }
 
-/// The gradients of queries for some heads of a group, and the sums of these heads' gradients of keys and values, in a tree
-/// that depends on their number alone.
+/// The gradients of queries for some heads of a group, and the sums of these heads' gradients of keys and values, in a
+/// tree that depends on their number alone.
 fn backward_heads(
     sequence: PaddedSequence<'_>,
     heads: Range<usize>,
@@ -509,8 +510,8 @@ fn backward_head(
     );
 }
 
-/// Replaces a row's scores `p` by probabilities, and the gradients `dp` of the probabilities by the scores' gradients. `log` is the
-/// row's log-sum-exp, `delta` the scalar product of its output and the output's gradient.
+/// Replaces a row's scores `p` by probabilities, and the gradients `dp` of the probabilities by the scores' gradients.
+/// `log` is the row's log-sum-exp, `delta` the scalar product of its output and the output's gradient.
 #[inline(always)]
 fn score_gradients(p: &mut [f32], dp: &mut [f32], log: f32, delta: f32, softcap: Option<f32>) {
     if let Some(cap) = softcap {

@@ -50,12 +50,13 @@ template <int N> __device__ inline void cap(const ShapeArgs& shape, float (&prod
     for_scores(products, [&](int j, int i) { products[j][i] = 1.0f - 2.0f * fast_reciprocal(1.0f + fast_exp2(products[j][i] * scale)); });
 }
 
-// Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
+// Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and
+// the head.
 template <class T, int SIZE> struct Tiles {
     static constexpr int CHUNK = 16 / sizeof(T);  // elements per copy
-    // Elements of memory for a row, and from one row to the next. Eight consecutive rows of a column have different banks:
-    // by an additional chunk per row, or, as products of four warps need it, by an order of chunks that depends on the row, in
-    // columns of 64.
+    // Elements of memory for a row, and from one row to the next. Eight consecutive rows of a column have different
+    // banks: by an additional chunk per row, or, as products of four warps need it, by an order of chunks that depends
+    // on the row, in columns of 64.
     static constexpr int ROW = WGMMA ? SIZE : SIZE + CHUNK, LD = WGMMA ? 64 : ROW;
 
     const ShapeArgs& shape;
@@ -101,8 +102,8 @@ template <class T, int SIZE> struct Tiles {
     // This lane's address for loading 16 × 16 elements as two right operands that are their transposes.
     __device__ const T* by_rows(const T* tile) const { return tile + (lane / 16 * 8 + lane % 8) * LD + lane / 8 % 2 * 8; }
 
-    // out += p · tile, for a warp's p [16, 8·N], rounded to T, and 8·N rows and 8·M columns of a tile of ROWS_OF_TILE rows; skips
-    // groups of 16 rows that are `hidden`.
+    // out += p · tile, for a warp's p [16, 8·N], rounded to T, and 8·N rows and 8·M columns of a tile of ROWS_OF_TILE
+    // rows; skips groups of 16 rows that are `hidden`.
     template <int ROWS_OF_TILE, int N, int M, class Hidden>
     __device__ void fold(const float (&p)[N][4], const T* tile, Hidden hidden, float (&out)[M][4]) const {
         unsigned lefts[N / 2][4];
@@ -170,8 +171,8 @@ template <class T, int SIZE> struct Tiles {
     }
 };
 
-// A warp's 16 rows of a tile of ROWS as left operands of matmuls over the head: held in registers, or, if registers are scarce,
-// loaded for each use.
+// A warp's 16 rows of a tile of ROWS as left operands of matmuls over the head: held in registers, or, if registers are
+// scarce, loaded for each use.
 template <class T, int SIZE, bool HELD> struct Left {
     const T* tile = nullptr;
     unsigned held[HELD ? SIZE / 16 : 1][4];
@@ -269,8 +270,8 @@ template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_scores(const Dro
     return bits;
 }
 
-// [`kept_of_scores`] if the sequence length is four times `quarter`, and `first` is the index of a draw: lanes share their draws,
-// so that none is repeated.
+// [`kept_of_scores`] if the sequence length is four times `quarter`, and `first` is the index of a draw: lanes share
+// their draws, so that none is repeated.
 template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned quarter, unsigned first) {
     const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     unsigned bits = 0;
@@ -436,7 +437,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.
     static constexpr bool HELD = SIZE <= 64;
     static constexpr int TILE = HELD || WGMMA ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
-    // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only 16.
+    // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only
+    // 16.
     static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
     // From one pair of statistics to the next.
     static constexpr int STATS = WGMMA ? 2 : Tiles<T, SIZE>::ROW * sizeof(T) / sizeof(float);
@@ -481,8 +483,9 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
         for (int half = 0; half < 2; ++half) delta[half] = __shfl_sync(EVERY_LANE, sum, (lane / 4 + 8 * half) * 2);
     }
 
-    // Adds the gradients, starting at column `begin` of the head, from the GROUP columns of scores starting at `column`,
-    // for a head of queries. `tile` and `other` hold their operands' rows, `stats` the log-sum-exps and deltas of queries.
+    // Adds the gradients, starting at column `begin` of the head, from the GROUP columns of scores starting at
+    // `column`, for a head of queries. `tile` and `other` hold their operands' rows, `stats` the log-sum-exps and
+    // deltas of queries.
     template <bool MASKED>
     __device__ void meet(unsigned head, unsigned column, unsigned begin, const T* tile, const T* other, const float* stats) {
         const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
@@ -535,7 +538,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     constexpr int LD = Tiles<T, SIZE>::LD, ROW = Tiles<T, SIZE>::ROW, TILE = G::TILE;
     const Tiles<T, SIZE> tiles(a.shape);
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, group = a.shape.group;
-    // The resident rows' head, and the heads that they combine with: those of the queries of a head of keys, or one of keys.
+    // The resident rows' head, and the heads that they combine with: those of the queries of a head of keys, or one of
+    // keys.
     const unsigned rest_head = blockIdx.y, first_head = KEYS_AT_REST ? rest_head * group : rest_head / group;
     const unsigned end_of_heads = first_head + (KEYS_AT_REST ? group : 1);
     SHARED(T, memory);
@@ -543,7 +547,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     // first.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * ROW; };
     T* const at_rest = stage(G::HELD ? 1 : 2);
-    // The log-sum-exps and deltas of queries, in pairs: at the ends of the rows of queries, or, if these have no space, at the end.
+    // The log-sum-exps and deltas of queries, in pairs: at the ends of the rows of queries, or, if these have no space,
+    // at the end.
     float* const end_of_rows = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * ROW));
     const auto stats = [&](unsigned turn) {
         return WGMMA ? end_of_rows + turn * 2 * TILE : reinterpret_cast<float*>(stage(turn) + SIZE);

@@ -159,7 +159,8 @@ impl ColumnWriter<'_> {
     }
 }
 
-/// Gives `f` write access to columns. Parts of one tensor are opened together; tensors that share storage are not allowed.
+/// Gives `f` write access to columns. Parts of one tensor are opened together; tensors that share storage are not
+/// allowed.
 pub(crate) fn write_columns<const N: usize, R>(
     columns: [ColumnSlice<'_>; N],
     f: impl FnOnce([ColumnWriter<'_>; N]) -> R,

@@ -15,7 +15,8 @@ pub trait Element: candle_core::WithDType + bytemuck::Pod + Default {
     /// Upcasts `source` into `target`, which has the same length; exact.
     fn load(source: &[Self], target: &mut [f32]);
 
-    /// Rounds `source` to nearest even into `target`, which has the same length. Overflow becomes infinity, and NaN stays NaN.
+    /// Rounds `source` to nearest even into `target`, which has the same length. Overflow becomes infinity, and NaN
+    /// stays NaN.
     fn store(source: &[f32], target: &mut [Self]);
 
     /// Upcasts one element; exact.
@@ -87,7 +88,8 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        // Half a unit in the last kept place, minus one if that place is even; the carry rounds up, possibly to infinity.
+        // Half a unit in the last kept place, minus one if that place is even; the carry rounds up, possibly to
+        // infinity.
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let quiet_nan = bits >> 16 | 0x40;

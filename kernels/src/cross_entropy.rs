@@ -25,8 +25,8 @@ pub struct CrossEntropyWorkspace<T = Tensor> {
 }
 
 impl CrossEntropyWorkspace {
-    /// The first `rows` rows of the tile of logits: `[rows, vocab]`, or wider with rows that begin at multiples of 16 bytes, which
-    /// makes cuBLAS several times as fast.
+    /// The first `rows` rows of the tile of logits: `[rows, vocab]`, or wider with rows that begin at multiples of 16
+    /// bytes, which makes cuBLAS several times as fast.
     fn tile(&self, rows: usize, vocab: usize, pads: bool) -> Result<Tensor> {
         if pads {
             return self.logits.narrow(0, 0, rows);
@@ -50,8 +50,8 @@ const MIN_TILE: usize = 256;
 const PADDED_TO: usize = 8;
 
 /// The maximum bytes of a tile of logits, which bounds the head's memory for any batch. Tiles of an FP32 gradient are
-/// summed in the gradient itself and take no extra memory; each tile costs about 2 % of a step's time. On a GPU, to read
-/// and write the sum for each tile takes longer than the tile's products.
+/// summed in the gradient itself and take no extra memory; each tile costs about 2 % of a step's time. On a GPU, to
+/// read and write the sum for each tile takes longer than the tile's products.
 fn tile_bytes(grads: Option<DType>, on_gpu: bool) -> usize {
     match grads {
         _ if on_gpu => 1 << 32,

@@ -1,7 +1,7 @@
 //! Causal attention of new tokens over the cached keys and values of all tokens before them, for generating text.
 //!
-//! Computes with the products and the softmax of [`attention`](super::attention) in their order, so a row has the bits of the
-//! training pass for any number of new tokens.
+//! Computes with the products and the softmax of [`attention`](super::attention) in their order, so a row has the bits
+//! of the training pass for any number of new tokens.
 
 use crate::attention::product::{by_rows, in_panels, in_rows, multiply, overwrite, transpose};
 use crate::attention::{AttentionShape, PAD, QUERIES, divide, exponentials, upcast, with_matrices};

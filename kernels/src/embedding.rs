@@ -48,8 +48,8 @@ pub fn forward(op: &op::Embed<'_>) -> Result<()> {
     )
 }
 
-/// Computes [`op::EmbedBackward`]. Rows are grouped by token, and a token's rows are summed in FP32 in batch order by one thread,
-/// so that the sum does not depend on the threads. Positions are summed in the same way.
+/// Computes [`op::EmbedBackward`]. Rows are grouped by token, and a token's rows are summed in FP32 in batch order by
+/// one thread, so that the sum does not depend on the threads. Positions are summed in the same way.
 pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
     let Embedding { ids, scale, dropout, .. } = *input;
@@ -95,8 +95,8 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     })
 }
 
-/// Adds the gradients of the tokens in `order`, which is sorted by token, to the table's rows, whose first is `first_token`. Other
-/// threads take a part of them, cut between two tokens.
+/// Adds the gradients of the tokens in `order`, which is sorted by token, to the table's rows, whose first is
+/// `first_token`. Other threads take a part of them, cut between two tokens.
 fn by_token(
     dwte: Rows<ViewMut<'_>>,
     first_token: usize,

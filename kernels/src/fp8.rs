@@ -1,5 +1,5 @@
-//! Simulates FP8 operands: rounds a tensor in place to a format narrower than its storage. It is for experiments, not for
-//! speed.
+//! Simulates FP8 operands: rounds a tensor in place to a format narrower than its storage. It is for experiments, not
+//! for speed.
 
 use crate::precision::FloatFormat;
 use crate::rows::{Rows, for_each_part};

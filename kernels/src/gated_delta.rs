@@ -1,10 +1,10 @@
 //! Layers of the gated delta rule (Yang et al., "Gated Delta Networks", 2024), which Qwen 3.5 has instead of attention.
 //!
-//! Queries, keys and values go through a causal convolution of each channel and SiLU; queries and keys then get the norms
-//! `1/√key_dim` and 1. Each value head has a state `S [key_dim, value_dim]`, which is zero before a document. A token with the query
-//! `q`, the key `k` and the value `v` changes it to `α S + k δᵀ`, where `δ = β (v - α Sᵀ k)`, and reads `Sᵀ q` from it. An
-//! RMS norm of each head and the gate `silu(z)` make the output. The write strength `β = sigmoid(b)` and the decay
-//! `α = exp(-exp(a_log) · softplus(a + dt_bias))` belong to a token and a value head.
+//! Queries, keys and values go through a causal convolution of each channel and SiLU; queries and keys then get the
+//! norms `1/√key_dim` and 1. Each value head has a state `S [key_dim, value_dim]`, which is zero before a document. A
+//! token with the query `q`, the key `k` and the value `v` changes it to `α S + k δᵀ`, where `δ = β (v - α Sᵀ k)`, and
+//! reads `Sᵀ q` from it. An RMS norm of each head and the gate `silu(z)` make the output. The write strength
+//! `β = sigmoid(b)` and the decay `α = exp(-exp(a_log) · softplus(a + dt_bias))` belong to a token and a value head.
 
 mod backward;
 
@@ -104,7 +104,8 @@ impl<T> DeltaParams<T> {
 pub struct GatedDelta<'a> {
     /// The heads.
     pub heads: DeltaHeads,
-    /// `[N, input_width]`: queries, keys and values, then `z` (as wide as the values), `b` and `a` (a column for each value head).
+    /// `[N, input_width]`: queries, keys and values, then `z` (as wide as the values), `b` and `a` (a column for each
+    /// value head).
     pub input: &'a Tensor,
     /// The parameters.
     pub params: DeltaParams<&'a Tensor>,
@@ -381,8 +382,8 @@ impl<'a> OpenedLayer<'a> {
         }
     }
 
-    /// Writes the queries and keys of a key head with their norms, in rows of `width` with zeros as padding, and the factors that
-    /// gave them these.
+    /// Writes the queries and keys of a key head with their norms, in rows of `width` with zeros as padding, and the
+    /// factors that gave them these.
     #[inline(always)]
     fn queries_and_keys(
         &self,
@@ -455,8 +456,8 @@ struct HeadTokens<'a> {
 }
 
 impl HeadTokens<'_> {
-    /// Adds tokens to a strip of the state, and replaces that strip of their values by their outputs. Keeps, if asked to, what the
-    /// state lacked to give each token's value for its key: `v - α Sᵀ k`.
+    /// Adds tokens to a strip of the state, and replaces that strip of their values by their outputs. Keeps, if asked
+    /// to, what the state lacked to give each token's value for its key: `v - α Sᵀ k`.
     #[inline(always)]
     fn scan(
         self,
@@ -483,8 +484,8 @@ impl HeadTokens<'_> {
             let change = times(self.strengths[i], error);
             let mut output = [0.0; STRIP];
             for (state, (query, key)) in state.iter_mut().zip(query.iter().zip(key)) {
-                // In separate loops, because the compiler would not vectorise a common one, and in a copy, because it would
-                // store the state after each.
+                // In separate loops, because the compiler would not vectorise a common one, and in a copy, because it
+                // would store the state after each.
                 let mut row = *state;
                 scale(&mut row, decay);
                 axpy(*key, &change, &mut row);
@@ -527,8 +528,8 @@ pub fn forward(op: &GatedDelta<'_>) -> Result<()> {
     })
 }
 
-/// Computes the value heads that share a key head. They read their states from `states [group, key_dim, value_dim]`, and leave the
-/// new ones there.
+/// Computes the value heads that share a key head. They read their states from `states [group, key_dim, value_dim]`,
+/// and leave the new ones there.
 #[inline(always)]
 fn forward_group(
     layer: &OpenedLayer<'_>,

@@ -1,4 +1,5 @@
-//! Gates of attention's output (Qwen 3.5): each query head of a product is followed by the gate of its output, `x · sigmoid(gate)`.
+//! Gates of attention's output (Qwen 3.5): each query head of a product is followed by the gate of its output,
+//! `x · sigmoid(gate)`.
 
 use crate::columns::{ColumnSlice, write_columns};
 use crate::math;

@@ -12,7 +12,8 @@ use super::amx;
 /// The environment variable that pins the instruction set.
 pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 
-/// An instruction set the kernels are written for, from the narrowest to the widest; a processor's architecture has its own.
+/// An instruction set the kernels are written for, from the narrowest to the widest; a processor's architecture has its
+/// own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Display, EnumString, VariantArray)]
 #[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_isa)]
 pub enum Isa {

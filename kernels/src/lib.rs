@@ -1,7 +1,7 @@
 //! The operations a decoder is computed with, as the trait [`Kernels`], and its implementations.
 //!
-//! An operation reads and writes whole candle tensors of one device, stored in FP32, FP16 or BF16. Nonlinear functions and sums
-//! are computed in FP32. Softmax, normalisation statistics and losses are never in half precision.
+//! An operation reads and writes whole candle tensors of one device, stored in FP32, FP16 or BF16. Nonlinear functions
+//! and sums are computed in FP32. Softmax, normalisation statistics and losses are never in half precision.
 
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
@@ -70,14 +70,15 @@ use view::AllocFn;
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_backend)]
 pub enum KernelBackend {
-    /// [`KernelBackend::Fused`], except for commands that take only a few passes. On a GPU these use [`KernelBackend::Candle`],
-    /// because a preflight takes longer.
+    /// [`KernelBackend::Fused`], except for commands that take only a few passes. On a GPU these use
+    /// [`KernelBackend::Candle`], because a preflight takes longer.
     #[default]
     #[serde(skip_serializing)]
     Auto,
     /// [`CandleKernels`].
     Candle,
-    /// The project's own: [`Fused`] on a CPU; on a GPU a [`Chain`] of the CUDA kernels that pass a preflight and [`CandleKernels`].
+    /// The project's own: [`Fused`] on a CPU; on a GPU a [`Chain`] of the CUDA kernels that pass a preflight and
+    /// [`CandleKernels`].
     Fused,
     /// [`KernelBackend::Fused`], with the same bits, but passes are not recorded as CUDA graphs.
     Eager,
@@ -174,8 +175,8 @@ pub struct LoraTerm<'a> {
     pub factor: MatmulOperand<'a>,
     /// A factor of the sums.
     pub alpha: f32,
-    /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere. Empty if
-    /// there is one share.
+    /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere.
+    /// Empty if there is one share.
     pub shares: &'a [Range<usize>],
 }
 
@@ -221,8 +222,8 @@ pub type HeadHook<'a> = Option<&'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> 
 pub enum Ran {
     /// The results are written.
     Done,
-    /// There is no kernel for the operation, or for operands of these types, shapes or layouts. Outputs that would be overwritten
-    /// may have been.
+    /// There is no kernel for the operation, or for operands of these types, shapes or layouts. Outputs that would be
+    /// overwritten may have been.
     Unsupported,
 }
 

@@ -1,7 +1,7 @@
 //! Vectorisable FP32 `exp`, `tanh`, GELU and SiLU.
 //!
-//! They have no branches, so that loops over them compile to vector code (the standard library's versions are calls), and no
-//! fused multiply-adds, so that all instruction sets give the same bits. NaN inputs give NaN.
+//! They have no branches, so that loops over them compile to vector code (the standard library's versions are calls),
+//! and no fused multiply-adds, so that all instruction sets give the same bits. NaN inputs give NaN.
 
 use std::f32::consts::LOG2_E;
 
@@ -97,8 +97,8 @@ pub(crate) fn softplus(x: f32) -> f32 {
     x.max(0.0) + exp(-x.abs()).ln_1p()
 }
 
-/// GELU's gate (1 + tanh(u)) / 2 at `x`, which is already clamped. It is computed as the logistic function of 2u, which keeps
-/// the relative accuracy of small gates.
+/// GELU's gate (1 + tanh(u)) / 2 at `x`, which is already clamped. It is computed as the logistic function of 2u, which
+/// keeps the relative accuracy of small gates.
 #[inline(always)]
 fn gelu_gate(x: f32) -> f32 {
     let u = SQRT_2_OVER_PI * (x + GELU_CUBIC * (x * x * x));

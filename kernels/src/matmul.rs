@@ -1,9 +1,9 @@
 //! The matrix product C = α A·B (+ bias) (+ C): inputs FP32, FP16 or BF16, every sum in FP32, one rounding at the end.
 //!
-//! The scheme follows Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with loops arranged
-//! for streaming: a micro-kernel keeps a small tile of C in registers and runs along the whole depth of two packed panels.
-//! All threads pack the smaller operand once and share it; each task packs pieces of the larger one, small enough for the L2
-//! cache, and multiplies them with the shared operand.
+//! The scheme follows Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with loops
+//! arranged for streaming: a micro-kernel keeps a small tile of C in registers and runs along the whole depth of two
+//! packed panels. All threads pack the smaller operand once and share it; each task packs pieces of the larger one,
+//! small enough for the L2 cache, and multiplies them with the shared operand.
 //!
 //! FP32, and FP16 widened, are multiplied and added in FP32. BF16 has FP32 sums of:
 //!
@@ -136,7 +136,8 @@ pub struct LowRankTerm<'a, T> {
     pub b: Operand<'a, T>,
     /// The factor α.
     pub alpha: f32,
-    /// The columns of C that each of equal shares of the depth adds to, in order: B has zeros elsewhere. Empty if there is one share.
+    /// The columns of C that each of equal shares of the depth adds to, in order: B has zeros elsewhere. Empty if there
+    /// is one share.
     pub shares: &'a [Range<usize>],
 }
 
@@ -161,8 +162,8 @@ impl<'a, T: Element> Gemm<'a, T> {
 
     /// Computes C, with row i at `c[i * ldc..][..n]`.
     ///
-    /// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns of
-    /// C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
+    /// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns
+    /// of C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
     ///
     /// A call for shapes seen before allocates nothing.
     ///
@@ -223,8 +224,8 @@ pub struct GemmShape {
     pub c: DType,
 }
 
-/// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows. Each of
-/// the `threads` has its own buffer. Fails if there is no kernel for a type.
+/// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows.
+/// Each of the `threads` has its own buffer. Fails if there is no kernel for a type.
 pub fn buffer_bytes(products: &[GemmShape], threads: usize) -> Result<u64> {
     let mut largest = [0; 5];
     for product in products {
@@ -358,8 +359,8 @@ struct Product<'a, A, C> {
     b: Operand<'a, A>,
     /// All of B's panels, part by part of the depth, if they are kept: in B's type where they are widened.
     panels: Option<&'a [u32]>,
-    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
-    /// then transposed before they are stored.
+    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles.
+    /// Tiles are then transposed before they are stored.
     swapped: bool,
     second: Option<Packed<'a>>,
     c: OutputMatrix<C>,
@@ -522,7 +523,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         });
     }
 
-    /// Multiplies packed panels of A with kept panels of B: as they are, if the micro-kernel reads them, or widened into `buffer`.
+    /// Multiplies packed panels of A with kept panels of B: as they are, if the micro-kernel reads them, or widened
+    /// into `buffer`.
     fn multiply_kept(
         &self,
         part: &TileRange,
@@ -617,7 +619,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let Some(partial) = partial else {
             let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
             let epilogue = if is_first { self.epilogue } else { later };
-            // SAFETY: `Gemm::run_on` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
+            // SAFETY: `Gemm::run_on` checked that C has all areas; each belongs to one task of a part, and parts run in
+            // turn.
             return unsafe { self.write(tile, area, epilogue, scratch) };
         };
         let (rows, cols) = self.area(part);

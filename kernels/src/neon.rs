@@ -1,4 +1,5 @@
-//! NEON's multiply-add with the operands in the order of other processors, and the instruction that Rust has no intrinsic for.
+//! NEON's multiply-add with the operands in the order of other processors, and the instruction that Rust has no
+//! intrinsic for.
 
 use std::arch::aarch64::{float32x4_t, uint32x4_t, vfmaq_f32};
 use std::arch::asm;

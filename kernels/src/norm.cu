@@ -39,8 +39,8 @@ struct SumRows {
 
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-// A warp has a narrow row, of at most 768 elements, and a block a wide one. In the backward pass a thread with narrow rows has 168
-// registers, and one with a wide row 80, so that small blocks share a multiprocessor.
+// A warp has a narrow row, of at most 768 elements, and a block a wide one. In the backward pass a thread with narrow
+// rows has 168 registers, and one with a wide row 80, so that small blocks share a multiprocessor.
 constexpr unsigned NARROW_THREADS = 384;
 constexpr unsigned WIDE_THREADS = 768;
 constexpr unsigned WIDE_WARPS = WIDE_THREADS / WARP;
@@ -126,8 +126,8 @@ template <class X, class Y, bool WIDE> __device__ void norm_forward(const NormFo
     }
 }
 
-// A block processes `rows_per_block` narrow rows, each warp every WARPS-th of them. Each lane sums the gradients of weight and
-// bias for its columns; at the end the warps' sums are added in their order.
+// A block processes `rows_per_block` narrow rows, each warp every WARPS-th of them. Each lane sums the gradients of
+// weight and bias for its columns; at the end the warps' sums are added in their order.
 template <class X, class Y> __device__ void norm_backward_narrow(const NormBackward& a) {
     constexpr int N = SIZE<X, Y, false>, COUNT = PACKS<X, Y, false>;
     constexpr unsigned WARPS = NARROW_THREADS / WARP;
@@ -143,8 +143,8 @@ template <class X, class Y> __device__ void norm_backward_narrow(const NormBackw
         float g[COUNT][N], x[COUNT][N];
         Pack<Y, N> raw[COUNT];
         float dx[COUNT][N] = {};
-        // All loads of a row at once, which take longer than everything else. A branch, or a use of a value, between them
-        // would wait for those before it, so packs after the row's end load its last one.
+        // All loads of a row at once, which take longer than everything else. A branch, or a use of a value, between
+        // them would wait for those before it, so packs after the row's end load its last one.
         const auto place = [&](int k) { return min(column_of<false, N>(k), a.width - N); };
         if (!a.fresh) {
 #pragma unroll

@@ -1,4 +1,5 @@
-//! Layer normalisation (Ba, Kiros and Hinton, 2016) and RMS normalisation (Zhang and Sennrich, 2019), statistics in FP32.
+//! Layer normalisation (Ba, Kiros and Hinton, 2016) and RMS normalisation (Zhang and Sennrich, 2019), statistics in
+//! FP32.
 //!
 //! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.
 
@@ -104,7 +105,8 @@ fn backward_as<const CENTERS: bool>(op: &op::NormBackward<'_>) -> Result<()> {
     op.dweight.map_or(Ok(()), |dweight| parameter_gradients::<CENTERS>(op, dweight, inputs))
 }
 
-/// `dx += rstd * (g - mean(g) - xhat * mean(g * xhat))` with `g = dy * weight`, and without centering without `mean(g)`.
+/// `dx += rstd * (g - mean(g) - xhat * mean(g * xhat))` with `g = dy * weight`, and without centering without
+/// `mean(g)`.
 fn input_gradient<const CENTERS: bool>(
     &op::NormBackward { settings, x: rows, weight, dx, mode, .. }: &op::NormBackward<'_>,
     BackwardInputs { dy, x, mean, rstd }: BackwardInputs<'_>,

@@ -1,7 +1,7 @@
 //! The operations of a decoder as values, which every set of [`Kernels`] computes.
 //!
-//! N is the number of tokens, D a row's width and V the size of the vocabulary. Results are written into existing tensors.
-//! Sums are formed in FP32, and results are rounded once, to the type of the tensor that stores them.
+//! N is the number of tokens, D a row's width and V the size of the vocabulary. Results are written into existing
+//! tensors. Sums are formed in FP32, and results are rounded once, to the type of the tensor that stores them.
 
 pub mod cases;
 mod operands;
@@ -119,7 +119,8 @@ pub struct Accumulate<'a> {
     pub out: &'a Tensor,
 }
 
-/// The inputs of an embedding, `dropout(scale · table[ids[n]] + positions[p])` for token n at position p of its document.
+/// The inputs of an embedding, `dropout(scale · table[ids[n]] + positions[p])` for token n at position p of its
+/// document.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedding<'a> {
     /// `[V, D]`.
@@ -422,8 +423,8 @@ pub enum Access {
     Write,
 }
 
-/// Writes the gradients of a linear layer's weight, in its layout, and bias, given its input `x [N, I]` and the gradient of its
-/// output `dy [N, O]`.
+/// Writes the gradients of a linear layer's weight, in its layout, and bias, given its input `x [N, I]` and the
+/// gradient of its output `dy [N, O]`.
 pub fn linear_weight_gradient(
     kernels: &dyn Kernels,
     layout: WeightLayout,

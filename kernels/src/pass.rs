@@ -2,8 +2,8 @@
 
 use candle_core::Result;
 
-/// Everything that a pass reads from the host. With equal sizes, `windows`, `buffers` and presence of `documents`, two passes
-/// compute the same operations in the same memory.
+/// Everything that a pass reads from the host. With equal sizes, `windows`, `buffers` and presence of `documents`, two
+/// passes compute the same operations in the same memory.
 #[derive(Clone, Copy, Debug)]
 pub struct PassInputs<'a> {
     /// Token ids, sequence after sequence.

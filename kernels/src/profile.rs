@@ -197,7 +197,8 @@ fn flops(op: &Op<'_>) -> f64 {
     }
 }
 
-/// The number of scores that are not masked, times the width of a head. `past` tokens of a cache come before each sequence.
+/// The number of scores that are not masked, times the width of a head. `past` tokens of a cache come before each
+/// sequence.
 fn score_elements(shape: &AttentionShape, documents: Option<&[u32]>, past: usize) -> f64 {
     let keys = |row: usize| {
         let place = row % shape.seq_len;

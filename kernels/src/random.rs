@@ -1,7 +1,8 @@
-//! Counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//! Counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+//! 2011).
 //!
-//! A number is a pure function of seed, domain, site, draw and index. There is no state, so threads need no order, a backward
-//! pass regenerates its forward pass's dropout mask, and a resumed run continues with the same numbers.
+//! A number is a pure function of seed, domain, site, draw and index. There is no state, so threads need no order, a
+//! backward pass regenerates its forward pass's dropout mask, and a resumed run continues with the same numbers.
 
 #![expect(clippy::inline_always, reason = "dropout masks are generated inside vectorized loops")]
 
@@ -109,8 +110,8 @@ fn unit(high: u32, low: u32) -> f64 {
     f64::from_bits(1.0f64.to_bits() | bits) - (1.0 - f64::EPSILON / 2.0)
 }
 
-/// The natural logarithm of a normal number, to a few units in the last place: of `m · 2^e` with `m` between √½ and √2, by
-/// the series of `2 artanh((m - 1) / (m + 1))`.
+/// The natural logarithm of a normal number, to a few units in the last place: of `m · 2^e` with `m` between √½ and √2,
+/// by the series of `2 artanh((m - 1) / (m + 1))`.
 #[inline(always)]
 fn ln(x: f64) -> f64 {
     const ONE: u64 = 1.0f64.to_bits();
@@ -125,8 +126,8 @@ fn ln(x: f64) -> f64 {
     e * std::f64::consts::LN_2 + 2.0 * s * (1.0 + series)
 }
 
-/// Sine and cosine of `x` turns between 0 and 1, to a few units in the last place: Taylor's series within an eighth of a turn of
-/// the nearest quarter.
+/// Sine and cosine of `x` turns between 0 and 1, to a few units in the last place: Taylor's series within an eighth of
+/// a turn of the nearest quarter.
 #[inline(always)]
 fn sin_cos_of_turns(x: f64) -> (f64, f64) {
     /// Adding it rounds to an integer, which the last bits of the sum are.

@@ -1,5 +1,5 @@
-//! Rotary position embeddings (Su et al., 2021) in the half-split layout of Hugging Face: element `i` of a head is rotated
-//! with element `i + head_size / 2`.
+//! Rotary position embeddings (Su et al., 2021) in the half-split layout of Hugging Face: element `i` of a head is
+//! rotated with element `i + head_size / 2`.
 //!
 //! `engine::model::rope` computes the frequencies from a model's configuration.
 
@@ -21,8 +21,8 @@ pub struct CosSinCache {
 impl CosSinCache {
     /// Angles of `positions` at the given frequencies; `factor` multiplies cosines and sines.
     ///
-    /// An angle is the FP32 product of position and frequency, as in transformers, so that results agree at large positions too.
-    /// Its cosine and sine are rounded once.
+    /// An angle is the FP32 product of position and frequency, as in transformers, so that results agree at large
+    /// positions too. Its cosine and sine are rounded once.
     pub fn new(frequencies: &[f32], factor: f64, positions: Range<usize>, device: &Device) -> Result<Self> {
         let (half, count) = (frequencies.len(), positions.len());
         let mut tables = [Vec::with_capacity(count * half), Vec::with_capacity(count * half)];

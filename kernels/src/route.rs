@@ -1,8 +1,8 @@
-//! The router of a mixture of experts (Shazeer et al., 2017): it chooses a token's experts by their logits, and weighs their
-//! outputs by a softmax.
+//! The router of a mixture of experts (Shazeer et al., 2017): it chooses a token's experts by their logits, and weighs
+//! their outputs by a softmax.
 //!
-//! The experts' products have a row for each token and each of its experts, sorted by expert and then by token. A row's weight
-//! is multiplied with the input of the expert's last product.
+//! The experts' products have a row for each token and each of its experts, sorted by expert and then by token. A row's
+//! weight is multiplied with the input of the expert's last product.
 
 use crate::math::exp;
 use crate::rows::{Rows, WORK, dot, for_each_part_with_scratch, max, scale, with_scratch, write_rows};

@@ -1,7 +1,7 @@
 //! Work on rows in parallel, with the same result for any number of threads.
 //!
-//! Rows are independent, so their division among threads does not affect results. Sums over rows (a bias's gradient) are
-//! divided by columns: each column is summed by one thread in row order, in blocks.
+//! Rows are independent, so their division among threads does not affect results. Sums over rows (a bias's gradient)
+//! are divided by columns: each column is summed by one thread in row order, in blocks.
 
 use crate::isa;
 use crate::view::{ViewMut, write};
@@ -112,8 +112,8 @@ thread_local! {
     static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Passes `f` an FP32 buffer of `len` elements with arbitrary contents. Each thread keeps one buffer per nesting depth, so
-/// that nothing is allocated in steady state.
+/// Passes `f` an FP32 buffer of `len` elements with arbitrary contents. Each thread keeps one buffer per nesting depth,
+/// so that nothing is allocated in steady state.
 #[inline(always)]
 pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut buffer = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
@@ -154,8 +154,8 @@ pub fn for_each_part_with_scratch<const N: usize, V: SplitRows>(
     );
 }
 
-/// Writes each row of `out [N, D]`, rounded to its type, as `fill` leaves it in FP32; `fill` gets the index of the row's first
-/// element, the row and a second one as scratch, both with arbitrary contents.
+/// Writes each row of `out [N, D]`, rounded to its type, as `fill` leaves it in FP32; `fill` gets the index of the
+/// row's first element, the row and a second one as scratch, both with arbitrary contents.
 #[inline(always)]
 pub fn write_rows(out: &Tensor, fill: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) -> Result<()> {
     let (rows, width) = out.dims2()?;

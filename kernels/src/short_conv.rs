@@ -1,7 +1,8 @@
 //! Gated short convolutions, which some layers of LFM2 (Liquid AI, 2025) have instead of attention.
 //!
-//! The input has three parts of D columns: `b`, `c` and `x`. With K taps, `y_t = c_t · Σ_j weight_j · b_{t-j} · x_{t-j}` for each
-//! channel and `j < K`, where tokens before the document count as zeros. Files store the weight of the token itself last.
+//! The input has three parts of D columns: `b`, `c` and `x`. With K taps,
+//! `y_t = c_t · Σ_j weight_j · b_{t-j} · x_{t-j}` for each channel and `j < K`, where tokens before the document count
+//! as zeros. Files store the weight of the token itself last.
 
 use crate::attention::upcast;
 use crate::columns::{ColumnReader, ColumnSlice};

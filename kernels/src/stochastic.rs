@@ -1,5 +1,5 @@
-//! Stochastic rounding to BF16: up or down with the probability of the distance to the other neighbour, so that updates smaller
-//! than half a step of the format are not lost on average (Gupta et al., 2015).
+//! Stochastic rounding to BF16: up or down with the probability of the distance to the other neighbour, so that updates
+//! smaller than half a step of the format are not lost on average (Gupta et al., 2015).
 
 use crate::random::{Domain, Stream, site_of};
 use crate::view::{ViewMut, read, to_host, write};

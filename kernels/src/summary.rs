@@ -68,7 +68,8 @@ pub fn block_sums(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok((0..view.len()).step_by(TASK_ELEMENTS).map(part).collect())
 }
 
-/// Summarizes part after part of `tensor`, the whole of a parameter or parts of it from [`TASK_ELEMENTS`] to [`TASK_ELEMENTS`].
+/// Summarizes part after part of `tensor`, the whole of a parameter or parts of it from [`TASK_ELEMENTS`] to
+/// [`TASK_ELEMENTS`].
 pub fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Vec<TensorSummary>> {
     let tensor = read(tensor)?;
     let view = tensor.view();

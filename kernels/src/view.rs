@@ -1,7 +1,8 @@
 //! Typed slices of candle tensors: the only access to their CPU storage.
 //!
-//! A [`View`] has its element type at run time and loads rows as FP32, so a kernel that computes on FP32 rows is compiled once for
-//! all combinations of storage types. The match for each row costs nothing compared with the row's work.
+//! A [`View`] has its element type at run time and loads rows as FP32, so a kernel that computes on FP32 rows is
+//! compiled once for all combinations of storage types. The match for each row costs nothing compared with the row's
+//! work.
 
 use crate::convert::Element;
 use crate::precision::FloatFormat;
@@ -34,7 +35,8 @@ pub enum ViewMut<'a> {
     BF16(&'a mut [bf16]),
 }
 
-/// Runs `$body` with the elements of a view of any type as `$s`, and wraps its result in the variants of `$to` if that is given.
+/// Runs `$body` with the elements of a view of any type as `$s`, and wraps its result in the variants of `$to` if that
+/// is given.
 macro_rules! with_elements {
     ($view:expr, $from:ident, $s:ident => $body:expr) => {
         match $view {
@@ -260,8 +262,8 @@ fn contiguous(layout: &Layout) -> Result<Range<usize>> {
     }
 }
 
-/// Gives `f` write access to `tensor`'s elements; the tensor must not be open for reading. A tensor on another device is
-/// copied to the host and back.
+/// Gives `f` write access to `tensor`'s elements; the tensor must not be open for reading. A tensor on another device
+/// is copied to the host and back.
 pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
     let on_host = |tensor: &Tensor| {
         write_on_host(tensor, |storage, range| {
@@ -357,8 +359,8 @@ pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
 /// Elements that are converted at a time: they stay in the L1 cache.
 pub(crate) const BLOCK: usize = 1024;
 
-/// Writes `x` to `out` by blocks, at most `grain` elements per task. `f` gets the index of a block's first element, `x`'s values,
-/// which it turns into the new ones, and `out`'s old ones.
+/// Writes `x` to `out` by blocks, at most `grain` elements per task. `f` gets the index of a block's first element,
+/// `x`'s values, which it turns into the new ones, and `out`'s old ones.
 pub(crate) fn map_blocks(
     x: &Tensor,
     out: &Tensor,

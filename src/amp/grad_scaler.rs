@@ -161,7 +161,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Whether training should stop, because `max_overflows_at_min_scale` consecutive overflows occurred at the scale's floor.
+    /// Whether training should stop, because `max_overflows_at_min_scale` consecutive overflows occurred at the scale's
+    /// floor.
     pub const fn is_stuck(&self) -> bool {
         self.scaler.is_stuck()
     }

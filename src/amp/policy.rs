@@ -118,8 +118,8 @@ impl Autocast {
         }
     }
 
-    /// `operands` cast for `op`; integers are unchanged. The cast is part of the graph, so gradients have the operand's own
-    /// type.
+    /// `operands` cast for `op`; integers are unchanged. The cast is part of the graph, so gradients have the operand's
+    /// own type.
     pub fn cast<const N: usize>(self, op: AutocastOp, operands: [&Tensor; N]) -> Result<[Tensor; N]> {
         let floats: Vec<DType> = operands.iter().map(|tensor| tensor.dtype()).filter(DType::is_float).collect();
         let dtype = self.dtype(op, &floats);

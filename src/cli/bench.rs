@@ -75,7 +75,8 @@ pub(super) struct BenchArgs {
     /// Measure latency instead: N forward passes over one sequence, and N tokens generated after it
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100")]
     latency: Option<usize>,
-    /// Print a table of a step's operations: calls, time, memory traffic, arithmetic, and fractions of the machine's limits
+    /// Print a table of a step's operations: calls, time, memory traffic, arithmetic, and fractions of the machine's
+    /// limits
     #[arg(long, conflicts_with = "latency")]
     profile: bool,
     /// Do not count the exponents of gradients
@@ -270,11 +271,12 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     (of_weight * weights + (0..spec.num_layers).map(mixer).sum::<usize>() as f64) * tokens as f64
 }
 
-/// Limit on the best burst as a multiple of the peak. Clocks differ by less; another program that takes a thread's place halves the
-/// peak.
+/// Limit on the best burst as a multiple of the peak. Clocks differ by less; another program that takes a thread's
+/// place halves the peak.
 const MAX_SPREAD: f64 = 1.8;
 
-/// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
+/// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without
+/// any.
 fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Measurement]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);

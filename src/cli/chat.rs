@@ -166,7 +166,8 @@ fn save(chat: &Chat, file: &str) -> Result<()> {
     file_handle.write_all(line.as_bytes()).map_err(Error::io("write", file))
 }
 
-/// Adds an answer. Restores `before` if the template or the context rejects the message, or the answer is stopped at once.
+/// Adds an answer. Restores `before` if the template or the context rejects the message, or the answer is stopped at
+/// once.
 fn add_answer(history: &mut Conversation, before: Conversation, answer: Result<String>, stopped: bool) -> Result<()> {
     match answer {
         Ok(answer) if stopped && answer.is_empty() => *history = before,

@@ -33,8 +33,8 @@ pub(super) struct EvalArgs {
     /// Windows per batch [default: about 1,024 tokens]
     #[arg(long, short, value_name = "N")]
     batch_size: Option<usize>,
-    /// Ask the last question of each conversation in `--data`, such as `chats-held-out`, and count the answers that match
-    /// exactly
+    /// Ask the last question of each conversation in `--data`, such as `chats-held-out`, and count the answers that
+    /// match exactly
     #[arg(long, requires = "data", conflicts_with_all = ["seq_len", "stride", "batch_size"])]
     exact_match: bool,
     /// Print one JSON object

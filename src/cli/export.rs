@@ -40,8 +40,8 @@ pub(super) struct ExportArgs {
 
 #[derive(Args, Debug)]
 struct PushArgs {
-    /// Upload the result with a model card to a model on the Hub, which is created if it does not exist. The token comes from
-    /// `HF_TOKEN` or `hf auth login`
+    /// Upload the result with a model card to a model on the Hub, which is created if it does not exist. The token
+    /// comes from `HF_TOKEN` or `hf auth login`
     #[arg(long, value_name = "OWNER/NAME")]
     push: Option<String>,
     /// With `--push`, overwrite files of a model that exists without a question

@@ -21,7 +21,8 @@ pub(crate) struct ExportMetricsArgs {
     /// The format: a table with a row for each step, or an event file with scalars and histograms
     #[arg(long, value_enum, default_value = "csv")]
     format: MetricsFormat,
-    /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
+    /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's
+    /// folder]
     #[arg(long, short, value_name = "FILE|FOLDER")]
     output: Option<PathBuf>,
     #[command(flatten)]

@@ -111,7 +111,8 @@ impl ConfigArgs {
         self.overrides().map(drop)
     }
 
-    /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
+    /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a
+    /// new run.
     pub(crate) fn resolve_for_resume(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
         let config = self.resolve_from_run(folder)?;
         let changes = config.check_resumable(&Self::default().resolve_from_run(folder)?)?;

@@ -42,8 +42,8 @@ pub(super) struct Fp16CheckArgs {
     json: bool,
 }
 
-/// Checks the model and writes the report to `out`; the exit code is 0 for FP16, 4 for FP16 with some units in FP32, 5 for
-/// BF16.
+/// Checks the model and writes the report to `out`; the exit code is 0 for FP16, 4 for FP16 with some units in FP32, 5
+/// for BF16.
 pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode> {
     for (flag, value) in [("--batches", args.batches), ("--batch-size", args.batch_size)] {
         if !(1..=MAX_SIZE).contains(&value) {

@@ -336,7 +336,8 @@ mod tests {
         assert_eq!((lab_tabs[tab].name, lab_tabs[tab].value("value")), ("bits", "-1e-8"));
     }
 
-    /// Stores each tab at 120×36. At 80×24 it stores the lines around the page; the page equals the text of the command line.
+    /// Stores each tab at 120×36. At 80×24 it stores the lines around the page; the page equals the text of the command
+    /// line.
     #[test]
     fn pictures() {
         let mut frames = String::new();

@@ -10,8 +10,8 @@ use std::process::{Child, Stdio};
 /// The maximum number of running programs: otherwise one that hangs at each best loss would fill the machine.
 const MAX_CHILDREN: usize = 8;
 
-/// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets `best`,
-/// `diverged` or `finished`, the run's name and a sentence as its last arguments.
+/// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets
+/// `best`, `diverged` or `finished`, the run's name and a sentence as its last arguments.
 #[derive(Debug)]
 pub(super) struct Notify {
     /// The program and its first arguments.

@@ -131,8 +131,8 @@ pub(crate) fn init() -> Result<Arc<dyn ProcessGroup>> {
     Ok(Arc::new(SingleProcess))
 }
 
-/// Starts the workers of the run that `trainer` leads, from the checkpoint that it was opened with. All downloads and tokens are
-/// in the cache by now.
+/// Starts the workers of the run that `trainer` leads, from the checkpoint that it was opened with. All downloads and
+/// tokens are in the cache by now.
 pub(crate) fn start_workers(
     trainer: &Trainer,
     checkpoint: Option<&Checkpoint>,
@@ -143,8 +143,8 @@ pub(crate) fn start_workers(
     trainer.check_consistency()
 }
 
-/// Rejects processes that a launcher has started and that are not connected, because each would train the same run. The leader
-/// prints the error.
+/// Rejects processes that a launcher has started and that are not connected, because each would train the same run. The
+/// leader prints the error.
 pub(crate) fn check_launch(group: &dyn ProcessGroup) -> Result<()> {
     let Some(LaunchEnv { variable, world_size, rank, .. }) = LaunchEnv::detect()? else { return Ok(()) };
     if group.world_size() > 1 {

@@ -50,8 +50,8 @@ pub(super) fn is_model(path: &Path) -> bool {
     path.is_file() || is_run_or_step(path) || AdapterFolder::exists(path) || path.join("config.json").is_file()
 }
 
-/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`. A folder of the same name, such as an
-/// export of the run, hides the run only if it `fits`.
+/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`. A folder of the same name,
+/// such as an export of the run, hides the run only if it `fits`.
 pub(super) fn run_or_path(name: &Path, runs: &Path, fits: impl Fn(&Path) -> bool) -> PathBuf {
     let run = runs.join(name);
     let is_hidden = name.exists() && (fits(name) || !fits(&run));

@@ -38,14 +38,15 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     #[expect(clippy::option_option, reason = "the flag's value is optional")]
-    /// Continue from the newest good checkpoint of the newest run, or of the run given by name or folder, or from a step folder
+    /// Continue from the newest good checkpoint of the newest run, or of the run given by name or folder, or from a
+    /// step folder
     #[arg(long, value_name = "RUN", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
     /// Serve Prometheus metrics at /metrics on this port of localhost, or on ADDRESS:PORT
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = metrics_port)]
     pub(crate) metrics_port: Option<SocketAddr>,
-    /// Run a program (without a shell) at a new best validation loss, at divergence and at the end; its last arguments are
-    /// the event, the run's name and a sentence
+    /// Run a program (without a shell) at a new best validation loss, at divergence and at the end; its last arguments
+    /// are the event, the run's name and a sentence
     #[arg(long, value_name = "COMMAND", help_heading = "Along the way")]
     pub(crate) notify: Option<String>,
     /// Show the loss of 100 steps at rising learning rates, and suggest a rate; nothing is saved
@@ -315,8 +316,8 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
-/// Checks the free space for `run`, or for a new one in that folder: too little for one checkpoint is an error, too little for
-/// all that are kept a warning.
+/// Checks the free space for `run`, or for a new one in that folder: too little for one checkpoint is an error, too
+/// little for all that are kept a warning.
 fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
     let Some(free) = free_bytes(run) else { return Ok(None) };
     let checkpoints = if run.is_dir() { list(run)? } else { Vec::new() };

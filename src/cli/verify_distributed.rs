@@ -16,8 +16,8 @@ use std::process::ExitCode;
 pub(crate) struct VerifyDistributedArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The launcher, such as `mpirun --oversubscribe`, called with `-n`, the number of processes, and this program [default:
-    /// `--processes`]
+    /// The launcher, such as `mpirun --oversubscribe`, called with `-n`, the number of processes, and this program
+    /// [default: `--processes`]
     #[arg(long, value_name = "COMMAND")]
     launcher: Option<String>,
 }

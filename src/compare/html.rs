@@ -1,7 +1,7 @@
 //! The comparison as one HTML page.
 //!
-//! For accessibility, groups differ by colour and by dashes, every chart has a title and a description, and the figures are a
-//! table.
+//! For accessibility, groups differ by colour and by dashes, every chart has a title and a description, and the figures
+//! are a table.
 
 use super::metrics::Metric;
 use super::page::{means, range};

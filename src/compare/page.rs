@@ -215,7 +215,8 @@ pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     series.buckets().iter().filter_map(Bucket::point)
 }
 
-/// The axis of losses. A logarithmic one shows the end of a run as clearly as its start, but has no place for 0 and less.
+/// The axis of losses. A logarithmic one shows the end of a run as clearly as its start, but has no place for 0 and
+/// less.
 #[derive(Clone, Copy)]
 pub(super) enum LossAxis {
     Logarithmic,

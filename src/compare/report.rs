@@ -172,7 +172,8 @@ impl Comparison {
         Some((margin, EquivalenceVerdict::new(self.perplexity(), -margin, margin)))
     }
 
-    /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the margin, if there is one.
+    /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the margin, if there
+    /// is one.
     pub(crate) fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
         let margin = self.skip_margin?;
         let estimate = self.difference(Metric::named("longest_streak")?)?;

@@ -65,8 +65,8 @@ fn quantile(freedom: f64) -> f64 {
     if freedom >= 2.0 {
         return StudentsT::ppf(0.975, freedom);
     }
-    // The approximation of `ppf` errs by up to 18 % here. The probability beyond ±t is `factor` times x^a times a series in
-    // x = freedom / (freedom + t²), with a = freedom / 2.
+    // The approximation of `ppf` errs by up to 18 % here. The probability beyond ±t is `factor` times x^a times a
+    // series in x = freedom / (freedom + t²), with a = freedom / 2.
     let a = freedom / 2.0;
     let factor = 2.0 * StudentsT::pdf(0.0, freedom) / freedom.sqrt();
     let mut x = 0.0;

@@ -5,8 +5,8 @@
 //!
 //! Rows of samples differ in length. Buckets of 1,024 consecutive rows of the epoch's order are sorted by length, so
 //! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a bucket are
-//! then shuffled. The two rows of a pair count as one in all of this, and stay together. A [`Mixture`] determines the order of
-//! the rows of several data sets.
+//! then shuffled. The two rows of a pair count as one in all of this, and stay together. A [`Mixture`] determines the
+//! order of the rows of several data sets.
 
 use super::mixture::{GroupId, Mixture};
 use super::samples::SequenceRole;
@@ -158,8 +158,8 @@ pub struct DataPosition {
     pub epoch: u64,
     /// Rows of the running epoch already handed out; a pair counts as one.
     pub row: u64,
-    /// The batch size that the rows of the running epoch are sorted for; 0 for the run's, or if rows are not sorted. A resumed
-    /// run may have a different one.
+    /// The batch size that the rows of the running epoch are sorted for; 0 for the run's, or if rows are not sorted. A
+    /// resumed run may have a different one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub sorted_for: u64,
 }

@@ -1,8 +1,8 @@
 //! Byte-level BPE at many times the general library's speed, with the same ids: GPT-2's, and those of newer models.
 //!
-//! The library finds words with a backtracking regular expression and keeps offsets of every character. Here a byte loop finds
-//! GPT-2's ASCII words and linear-time expressions the others, and each thread caches the ids of words. Text repeats its
-//! words, often enough that the library's merges are seldom needed.
+//! The library finds words with a backtracking regular expression and keeps offsets of every character. Here a byte
+//! loop finds GPT-2's ASCII words and linear-time expressions the others, and each thread caches the ids of words. Text
+//! repeats its words, often enough that the library's merges are seldom needed.
 
 use regex::Regex;
 use serde::Deserialize;
@@ -12,8 +12,8 @@ use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, OffsetReferential,
 
 /// The words of GPT-2, the default of a byte-level pre-tokenizer.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// The end of patterns that leave a word the last white-space character before it. Only backtracking expressions can look
-/// ahead.
+/// The end of patterns that leave a word the last white-space character before it. Only backtracking expressions can
+/// look ahead.
 const LOOK_AHEAD: &str = r"|\s+(?!\S)|\s+";
 /// Quantifiers that never give back their characters. The regex crate would read them as repetitions.
 const POSSESSIVE: &str = r"[?*+]\+|\d\}\+";
@@ -54,8 +54,8 @@ enum SplitPattern {
 }
 
 impl PreTokenizer {
-    /// Adds the patterns of this pre-tokenizer, or returns `None` if it does more than split. Its last part must turn bytes to
-    /// characters, which no other part may do.
+    /// Adds the patterns of this pre-tokenizer, or returns `None` if it does more than split. Its last part must turn
+    /// bytes to characters, which no other part may do.
     fn add_patterns(self, is_last: bool, to: &mut Vec<WordPattern>) -> Option<()> {
         match self {
             Self::Sequence { pretokenizers } => {
@@ -102,7 +102,8 @@ impl FastBpe {
         Some(Self { inner: Arc::clone(inner), splits, added_tokens, caches: Mutex::default() })
     }
 
-    /// The tokens of `text`: each one's id, and the number of bytes that it stands for. `None` if the library has to encode it.
+    /// The tokens of `text`: each one's id, and the number of bytes that it stands for. `None` if the library has to
+    /// encode it.
     pub(super) fn encode(&self, text: &str) -> Option<Vec<(u32, usize)>> {
         // A poisoned lock guards a list of finished caches: the panic left none of them half written.
         let lock = || self.caches.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -181,8 +182,8 @@ struct WordPattern {
 }
 
 impl WordPattern {
-    /// The pattern, unless it may match an empty text or only a backtracking expression can find its words: it looks around in
-    /// another way, or has a possessive quantifier.
+    /// The pattern, unless it may match an empty text or only a backtracking expression can find its words: it looks
+    /// around in another way, or has a possessive quantifier.
     fn new(pattern: &str) -> Option<Self> {
         if Regex::new(POSSESSIVE).ok()?.is_match(pattern) {
             return None;

@@ -13,8 +13,8 @@
 //! The held-out conversations ask for pairs that no training conversation has, in either order: a model that answers
 //! them has learned the drawers and the form instead of memorizing answers.
 //!
-//! `preferences` are pairs about the same questions: the rejected answer has the same facts, but names the drawers first,
-//! as in `Drawer K7 has the rope and drawer B2 has the candle.`
+//! `preferences` are pairs about the same questions: the rejected answer has the same facts, but names the drawers
+//! first, as in `Drawer K7 has the rope and drawer B2 has the candle.`
 
 use super::shuffle::Permutation;
 use serde_json::json;
@@ -135,8 +135,8 @@ const SUMMANDS: [u64; 2] = [100, 10];
 /// The sums that only `sums-held-out` asks for.
 const HELD_OUT_SUMS: u64 = 100;
 
-/// The built-in `sums` as JSON Lines: questions such as `47+8`, each with its exact answer. The order does not depend on
-/// the run's seed.
+/// The built-in `sums` as JSON Lines: questions such as `47+8`, each with its exact answer. The order does not depend
+/// on the run's seed.
 pub(super) fn sums(held_out: bool) -> String {
     let all = SUMMANDS[0] * SUMMANDS[1];
     let order = Permutation::new(all, 0, 0);

@@ -35,8 +35,8 @@ pub struct Dataset {
     pub train: TokenSource,
     /// Validation tokens; no token is in both.
     pub validation: TokenSource,
-    /// Average bytes of text per predicted validation token; converts nats per token to bits per byte. It is exact if tokens are
-    /// bytes, as in byte-level BPE; otherwise it is the average of the whole text.
+    /// Average bytes of text per predicted validation token; converts nats per token to bits per byte. It is exact if
+    /// tokens are bytes, as in byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
     /// The rows of the training data and of the validation data as JSON, each before the split and only if
     /// [`DatasetOptions::keeps_rows`]; a sequence has the number of its row.
@@ -102,7 +102,8 @@ impl DatasetBuilder<'_> {
         Self { folder: folder.into(), options, held_out: HELD_OUT, downloader: None, report: None }
     }
 
-    /// Reads and tokenizes `source`; validation is `validation`, or the share held out from tokens or samples without one.
+    /// Reads and tokenizes `source`; validation is `validation`, or the share held out from tokens or samples without
+    /// one.
     pub fn load(
         &mut self,
         source: &DataSource,
@@ -137,7 +138,8 @@ impl DatasetBuilder<'_> {
         Ok(self.corpus(source, tokenizer)?.tokens)
     }
 
-    /// All tokens of `source`, and their bytes of text as [`Dataset::validation_bytes_per_token`], which reads every token.
+    /// All tokens of `source`, and their bytes of text as [`Dataset::validation_bytes_per_token`], which reads every
+    /// token.
     pub fn load_unsplit(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let Corpus { tokens, bytes_per_token, .. } = self.corpus(source, tokenizer)?;
         let bytes_per_token = bytes_per_predicted(&tokens, tokenizer).unwrap_or(bytes_per_token);
@@ -180,8 +182,8 @@ impl DatasetBuilder<'_> {
         Ok(prompts)
     }
 
-    /// Passes the rows of `source` to `on_row`, with all columns of a Parquet file or only the known ones. `advice` is the
-    /// error for a source of text.
+    /// Passes the rows of `source` to `on_row`, with all columns of a Parquet file or only the known ones. `advice` is
+    /// the error for a source of text.
     fn for_each_row(
         &mut self,
         source: &DataSource,
@@ -341,8 +343,8 @@ mod tests {
         assert_eq!(loader.load(&source, Some(&source), &tokenizer).unwrap().validation_bytes_per_token, 4.0);
     }
 
-    /// Llama 2's tokenizer writes a space before every text, but none between a prompt and its completion, nor between the
-    /// parts of a long text.
+    /// Llama 2's tokenizer writes a space before every text, but none between a prompt and its completion, nor between
+    /// the parts of a long text.
     #[test]
     fn completions_and_later_parts_of_a_text_get_no_space() {
         let folder = tempfile::tempdir().unwrap();

@@ -70,8 +70,9 @@ pub(super) fn is_message(item: &Value) -> bool {
     ["role", "from"].iter().any(|name| field(item, name).is_some())
 }
 
-/// A message with `role`, `content` and everything else that the template reads; instead of these two fields it may have `from` and
-/// `value`. Other fields that are null are left out, because templates ask whether a message has `tool_calls`.
+/// A message with `role`, `content` and everything else that the template reads; instead of these two fields it may
+/// have `from` and `value`. Other fields that are null are left out, because templates ask whether a message has
+/// `tool_calls`.
 fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
@@ -103,8 +104,8 @@ fn message(item: &Value) -> Result<Value, String> {
     Ok(Value::from_pairs(renamed.chain(others)))
 }
 
-/// The text of a `content` that is a list of texts, which some templates leave out or write in Python's format; any other `content`
-/// as it is. An image, a video or a sound is an error, because no model reads it.
+/// The text of a `content` that is a list of texts, which some templates leave out or write in Python's format; any
+/// other `content` as it is. An image, a video or a sound is an error, because no model reads it.
 fn text_of_parts(content: Value) -> Result<Value, String> {
     if content.kind() != ValueKind::Seq || content.len() == Some(0) {
         return Ok(content);
@@ -137,8 +138,8 @@ pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
     messages
 }
 
-/// The variables of a row's chat template besides its messages: `tools`, and those in `chat_template_kwargs`, as in TRL; `None` if
-/// there are none. A table has an empty text for none.
+/// The variables of a row's chat template besides its messages: `tools`, and those in `chat_template_kwargs`, as in
+/// TRL; `None` if there are none. A table has an empty text for none.
 pub(super) fn template_variables(row: &Value) -> Result<Option<Value>, String> {
     let given = |name: &str, kind: ValueKind| {
         let value = field(row, name).filter(|value| value.as_str() != Some(""));

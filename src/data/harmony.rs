@@ -1,5 +1,5 @@
-//! Answers in `OpenAI`'s Harmony format, found in the text: each message names its author after `<|start|>`, so that a mask needs no
-//! second template.
+//! Answers in `OpenAI`'s Harmony format, found in the text: each message names its author after `<|start|>`, so that a
+//! mask needs no second template.
 
 use super::template::Rendered;
 use std::ops::Range;
@@ -15,8 +15,9 @@ pub(super) fn is_harmony(text: &str) -> bool {
     text.contains("<|start|>assistant<|channel|>final<|message|>b<|return|>")
 }
 
-/// The text with the ranges of its answers, without the start that a prompt ends with. Messages of the assistant that follow each other
-/// are one answer. `None` if the texts of `messages` contain a start, which would look like the format's.
+/// The text with the ranges of its answers, without the start that a prompt ends with. Messages of the assistant that
+/// follow each other are one answer. `None` if the texts of `messages` contain a start, which would look like the
+/// format's.
 pub(super) fn marked(text: String, contents: impl IntoIterator<Item = String>) -> Option<Rendered> {
     if contents.into_iter().any(|content| content.contains(START)) {
         return None;

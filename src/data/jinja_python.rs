@@ -1,6 +1,6 @@
 //! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%`
-//! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON have
-//! no largest value.
+//! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON
+//! have no largest value.
 
 use minijinja::filters::{float, int};
 use minijinja::formatting::{FormatStyle, format};

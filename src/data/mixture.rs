@@ -1,9 +1,9 @@
 //! The rows of one data set, or of several that are mixed by weights.
 //!
-//! Each position of a mixture draws its data set from a counter-based random stream. The probabilities give every set its share of
-//! the tokens, regardless of the length of its rows. The draws of a set walk through its own shuffled epochs, so a small set repeats
-//! within an epoch of the mixture, which has as many groups as the sets together. A position is a function of the seed and of its
-//! number, so a checkpoint needs nothing else.
+//! Each position of a mixture draws its data set from a counter-based random stream. The probabilities give every set
+//! its share of the tokens, regardless of the length of its rows. The draws of a set walk through its own shuffled
+//! epochs, so a small set repeats within an epoch of the mixture, which has as many groups as the sets together. A
+//! position is a function of the seed and of its number, so a checkpoint needs nothing else.
 
 use super::samples::SequenceRole;
 use super::sequence_index::SequenceIndex;
@@ -121,8 +121,8 @@ impl Mixture {
         })
     }
 
-    /// The number of the sequence of set `set` that begins at token `start`, different for every sequence of the mixture, and its
-    /// part in the objective; `None` if no set has weights or preferences.
+    /// The number of the sequence of set `set` that begins at token `start`, different for every sequence of the
+    /// mixture, and its part in the objective; `None` if no set has weights or preferences.
     pub(super) fn role(&self, set: usize, start: usize) -> Option<(u64, SequenceRole)> {
         let MixedSet { index, first_sequence, .. } = &self.sets[set];
         let plain = || {
@@ -169,8 +169,8 @@ impl Mixture {
         draws.into_iter().map(group).collect()
     }
 
-    /// The first `count` groups of a pass over all sets in their stored order. The sets alternate by their shares, until one has no
-    /// group left.
+    /// The first `count` groups of a pass over all sets in their stored order. The sets alternate by their shares,
+    /// until one has no group left.
     pub(super) fn in_order(&self, count: u64) -> Vec<GroupId> {
         let stream = Stream::new(0, Domain::Shuffle);
         let mut read = vec![0; self.sets.len()];

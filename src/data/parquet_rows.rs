@@ -42,8 +42,8 @@ enum RowMessage {
     End,
 }
 
-/// Passes every row of `file` to `row` in the form of a line of JSON, with only the columns in `fields`; with all columns if
-/// there are no `fields`.
+/// Passes every row of `file` to `row` in the form of a line of JSON, with only the columns in `fields`; with all
+/// columns if there are no `fields`.
 pub(super) fn read(file: &Document, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<()> {
     match subprocess::worker_command(ARGUMENT) {
         Some(command) => read_in_subprocess(command, file, fields, row),
@@ -154,8 +154,8 @@ fn read_in_process(
     Ok(())
 }
 
-/// The value of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an image,
-/// are an error, or with `base64` the Parquet crate's form of them.
+/// The value of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an
+/// image, are an error, or with `base64` the Parquet crate's form of them.
 fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     Ok(match field {
         Field::Bytes(bytes) if !base64 || bytes.as_utf8().is_ok() => Value::from(bytes.as_utf8()?),
@@ -171,8 +171,8 @@ fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     })
 }
 
-/// The value of a row or struct, with its fields in their order. Fields that are null are left out unless `keeps_null` is true for
-/// their name: every struct of a column has the fields of all others.
+/// The value of a row or struct, with its fields in their order. Fields that are null are left out unless `keeps_null`
+/// is true for their name: every struct of a column has the fields of all others.
 fn object(row: &Row, base64: bool, keeps_null: impl Fn(&str) -> bool) -> parquet::errors::Result<Value> {
     let kept = row.get_column_iter().filter(|(name, field)| **field != Field::Null || keeps_null(name));
     let pairs = kept.map(|(name, field)| Ok((name.clone(), value(field, base64)?)));
@@ -198,8 +198,8 @@ mod tests {
         assert_eq!([false, true].map(|base64| text(&bytes(b"a"), base64)), ["a", "a"]);
     }
 
-    /// Tools are written into prompts in this order. A template that asks whether a message has `tool_calls` must not find it
-    /// in all messages, and it prints a null `content`.
+    /// Tools are written into prompts in this order. A template that asks whether a message has `tool_calls` must not
+    /// find it in all messages, and it prints a null `content`.
     #[test]
     fn rows_have_the_fields_of_a_line_of_json() {
         let text = |text: &str| Field::Str(text.to_owned());

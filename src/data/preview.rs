@@ -42,7 +42,8 @@ impl DatasetPreview {
         let pieces = |tokens: &Vec<(u32, bool)>| {
             let mut start = 0;
             let piece = |stretch: &[(u32, bool)]| {
-                // Some decoders remove the space before the first token of a text, so the token before it is decoded, too.
+                // Some decoders remove the space before the first token of a text, so the token before it is decoded,
+                // too.
                 let (before, end) = (start.max(1) - 1, start + stretch.len());
                 let text = decode(&tokens[before..end])?;
                 let own = text.strip_prefix(&decode(&tokens[before..start])?).map(str::to_owned);

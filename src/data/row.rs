@@ -8,8 +8,9 @@
 //! | `prompt`, `chosen`, `rejected` | two such samples, which form a pair |
 //! | `prompt` | for objectives that sample: the same with an empty completion |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
-//! | `messages` or `conversations` (and `system`, `tools`, `chat_template_kwargs`) | a conversation: the chat template's text, the assistant's turns in the loss |
+//! | `messages` or `conversations` (and `system`, `tools`, `chat_template_kwargs`) | a conversation |
 //!
+//! A conversation becomes its chat template's text, with the assistant's turns in the loss.
 //! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
 use super::cache::{DatasetContents, DatasetKind};
@@ -435,8 +436,8 @@ impl<'a> RowReader<'a> {
     }
 }
 
-/// The ranges of a text of `length` bytes that count in the loss. `answers` are the ranges of its answers, each with whether it
-/// counts.
+/// The ranges of a text of `length` bytes that count in the loss. `answers` are the ranges of its answers, each with
+/// whether it counts.
 fn ranges_in_loss(loss_on: LossOn, answers: &[(Range<usize>, bool)], length: usize) -> Vec<Range<usize>> {
     let chosen =
         |in_loss: bool| answers.iter().filter(move |answer| answer.1 == in_loss).map(|answer| answer.0.clone());

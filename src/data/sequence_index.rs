@@ -3,8 +3,9 @@
 //! A text is split into windows: the inputs of window `w` are the tokens `w*T .. w*T + T`, and the label of each is the
 //! token after it. A sample is a separate row, truncated to `T` inputs. Packing puts as many documents into a row as
 //! fit: longest first, each into the fullest row that has room (best fit). Documents of a text are split into pieces of
-//! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it. The
-//! chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole groups.
+//! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it.
+//! The chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole
+//! groups.
 
 use super::cache::DatasetKind;
 use super::samples::{SampleKind, SequenceRole};
@@ -270,8 +271,8 @@ impl SequenceIndex {
         one.into_iter().chain(several.iter().copied())
     }
 
-    /// The tokens of a sample, or of the first one in the rows, each with whether it is in the loss; a pair has two such
-    /// sequences. They are truncated as in their rows. `None` if there is no such sample.
+    /// The tokens of a sample, or of the first one in the rows, each with whether it is in the loss; a pair has two
+    /// such sequences. They are truncated as in their rows. `None` if there is no such sample.
     pub(super) fn sample(&self, number: Option<u64>) -> Option<Vec<Vec<(u32, bool)>>> {
         let each = self.group_rows();
         let spans: Vec<TokenSpan> = match (number, &self.rows) {

@@ -343,7 +343,8 @@ impl DataSource {
         Ok((commit, read, left_out))
     }
 
-    /// Rejects `files` of several configurations: their folders have files of the same names, as Python's `datasets` writes them.
+    /// Rejects `files` of several configurations: their folders have files of the same names, as Python's `datasets`
+    /// writes them.
     fn check_configurations(&self, files: &[PathBuf]) -> Result<()> {
         // Their numbers may differ, as in `train-00000-of-00002.parquet`.
         let name = |file: &Path| {
@@ -409,8 +410,8 @@ fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Fil
 
 fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
-    // The crate's option for hidden files panics at names that are not UTF-8. A dot of the pattern matches one of the path, so a
-    // path with more hidden parts has one that a wildcard matched.
+    // The crate's option for hidden files panics at names that are not UTF-8. A dot of the pattern matches one of the
+    // path, so a path with more hidden parts has one that a wildcard matched.
     let hidden = |path: &Path| path.iter().filter(|part| is_hidden(part)).count();
     let shown = hidden(Path::new(pattern));
     let paths = paths.filter(|path| hidden(path.as_deref().unwrap_or_else(|error| error.path())) <= shown);
@@ -429,9 +430,10 @@ fn is_hidden(part: &OsStr) -> bool {
     part.as_encoded_bytes().starts_with(b".") && part != "." && part != ".."
 }
 
-/// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of the format
-/// that most bytes have, or of any known format if one is `asked` for, and only the files of one [`FileSplit`].
-/// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
+/// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of
+/// the format that most bytes have, or of any known format if one is `asked` for, and only the files of one
+/// [`FileSplit`]. Returns the names of the others too. Files about the data set, which every one on the Hub has, are
+/// never data.
 fn data_files(
     mut files: Vec<(PathBuf, u64)>,
     asked: Option<DataFormat>,

@@ -1,8 +1,9 @@
 //! Chat templates: the models' Jinja templates, which convert a conversation to the text format of their training.
 //!
 //! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and
-//! values are written and have methods as in Python. There is no clock, so that a text does not depend on the day: `strftime_now` is
-//! undefined, and templates that use it fall back on their fixed date; one without a fallback gets [`DAY`].
+//! values are written and have methods as in Python. There is no clock, so that a text does not depend on the day:
+//! `strftime_now` is undefined, and templates that use it fall back on their fixed date; one without a fallback gets
+//! [`DAY`].
 //!
 //! A template may mark the assistant's tokens with `{% generation %}` … `{% endgeneration %}`. The engine does not have
 //! this block, so it is replaced by expressions that print a marker, and the markers are converted to ranges of the
@@ -194,8 +195,8 @@ pub(super) fn is_answer(message: &Value) -> bool {
     field(message, "role").is_some_and(|role| role.as_str() == Some("assistant"))
 }
 
-/// A message with its thoughts under the names that templates read, as in transformers: `reasoning_content`, and for gpt-oss
-/// `thinking`.
+/// A message with its thoughts under the names that templates read, as in transformers: `reasoning_content`, and for
+/// gpt-oss `thinking`.
 fn with_reasoning(message: &Value) -> Value {
     let Some(thoughts) = REASONING.iter().find_map(|name| field(message, name)) else { return message.clone() };
     let named = |name: &str| (Value::from(name), thoughts.clone());

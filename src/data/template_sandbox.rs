@@ -1,7 +1,7 @@
 //! Renders a model's chat template in a separate process with limits on memory and time.
 //!
-//! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes. Here the
-//! processor time is limited instead.
+//! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
+//! Here the processor time is limited instead.
 
 use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};

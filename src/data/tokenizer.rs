@@ -54,7 +54,8 @@ enum TokenizerKind {
 type Parsed = std::result::Result<tokenizers::Tokenizer, String>;
 
 impl TokenizerKind {
-    /// Reads the text of a `tokenizer.json` that adds a space before a text if it is `prefixing`; an error describes its fault.
+    /// Reads the text of a `tokenizer.json` that adds a space before a text if it is `prefixing`; an error describes
+    /// its fault.
     fn hugging_face(json: &[u8], prefixing: bool) -> std::result::Result<Self, String> {
         let inner = parse(json)?;
         // Ids index the embedding, so the size of a vocabulary with gaps is its largest id plus one.
@@ -324,8 +325,8 @@ impl Tokenizer {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether the start of a text
-    /// that continues another one gets no space: equal fingerprints mean equal ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether the start of
+    /// a text that continues another one gets no space: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         let eos = self.eos.filter(|_| self.eos != self.usual_eos());
         let token = |name, id: Option<u32>| id.map_or_else(String::new, |id| format!(" {name} {id}"));
@@ -469,8 +470,8 @@ pub(crate) mod tests {
         json.to_string().into_bytes()
     }
 
-    /// A tokenizer of words, and perhaps a special token; the last word stands for unknown ones. `further` has other parts of its
-    /// `tokenizer.json`.
+    /// A tokenizer of words, and perhaps a special token; the last word stands for unknown ones. `further` has other
+    /// parts of its `tokenizer.json`.
     pub(crate) fn word_level(vocab: &[&str], special: Option<&str>, further: &Value) -> Tokenizer {
         let ids: serde_json::Map<String, Value> =
             vocab.iter().zip(0..).map(|(word, id)| ((*word).to_owned(), Value::from(id))).collect();

@@ -1,7 +1,7 @@
 //! The processes that train one model together, and the exchange of bytes among them.
 //!
-//! [`ProcessGroup::all_to_all`] is the only primitive. No library reduction is used, because its order of summation, and so
-//! the bits of a sum, would depend on the number of processes. The project sums in one fixed order.
+//! [`ProcessGroup::all_to_all`] is the only primitive. No library reduction is used, because its order of summation,
+//! and so the bits of a sum, would depend on the number of processes. The project sums in one fixed order.
 
 pub(crate) mod async_exchange;
 pub mod gather;
@@ -68,9 +68,9 @@ impl fmt::Display for Master {
 }
 
 impl LaunchEnv {
-    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job, or, if `MASTER_ADDR` is set, of `torchrun`; `None`
-    /// for a single process. Fails if a launcher's variable is missing or not a number; training as a single process would be
-    /// a guess.
+    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job, or, if `MASTER_ADDR` is set, of `torchrun`;
+    /// `None` for a single process. Fails if a launcher's variable is missing or not a number; training as a single
+    /// process would be a guess.
     pub fn detect() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -86,8 +86,8 @@ impl LaunchEnv {
             None => None,
             Some(host) => {
                 let port = number("MASTER_PORT", 1)?.unwrap_or(DEFAULT_PORT);
-                // At its own port `torchrun` listens itself. Linux gives listeners odd ports and connections even ones, so the
-                // port after an odd one may be in use.
+                // At its own port `torchrun` listens itself. Linux gives listeners odd ports and connections even ones,
+                // so the port after an odd one may be in use.
                 let is_taken = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
                 let above = if is_taken { 2 } else { 0 };
                 let port = u16::try_from(port).ok().and_then(|port| port.checked_add(above)).ok_or_else(|| {
@@ -130,9 +130,9 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     /// Number of processes.
     fn world_size(&self) -> usize;
 
-    /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both sides
-    /// know the lengths, and empty messages are not sent. Ignores this rank's entries. Fails if a process cannot be reached,
-    /// or sends nothing within the time limit. The error names it.
+    /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both
+    /// sides know the lengths, and empty messages are not sent. Ignores this rank's entries. Fails if a process cannot
+    /// be reached, or sends nothing within the time limit. The error names it.
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
 
     /// The facts about the processes of a real job; `None` if they are one, or threads.
@@ -145,8 +145,8 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Checks that no other process has ended, if this can be known without a message. Fails with an error that names the
-    /// process.
+    /// Checks that no other process has ended, if this can be known without a message. Fails with an error that names
+    /// the process.
     fn check_peers(&self) -> Result<()> {
         Ok(())
     }
@@ -154,14 +154,14 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
 
 /// An exchange of tensors between the GPUs of several processes.
 pub trait TensorExchange: fmt::Debug + Send + Sync {
-    /// Sends each tensor of `out` to its rank and fills each of `into` from its rank, after all that has been queued on the
-    /// GPU and after earlier exchanges. Tensors are contiguous and not empty. Two processes list the tensors between them in
-    /// the same order. Until [`Self::wait`] returns, `out` must not be written, and `into` not be used. Fails if NCCL refuses
-    /// it, or an exchange has failed before.
+    /// Sends each tensor of `out` to its rank and fills each of `into` from its rank, after all that has been queued on
+    /// the GPU and after earlier exchanges. Tensors are contiguous and not empty. Two processes list the tensors
+    /// between them in the same order. Until [`Self::wait`] returns, `out` must not be written, and `into` not be used.
+    /// Fails if NCCL refuses it, or an exchange has failed before.
     fn start(&self, out: Vec<(usize, Tensor)>, into: Vec<(usize, Tensor)>) -> Result<()>;
 
-    /// Waits for the first exchange that has not been waited for. Returns the time after the end of the work before it. Fails
-    /// if a process ends, or the exchange takes longer than the time limit.
+    /// Waits for the first exchange that has not been waited for. Returns the time after the end of the work before it.
+    /// Fails if a process ends, or the exchange takes longer than the time limit.
     fn wait(&self) -> Result<Duration>;
 }
 
@@ -218,7 +218,8 @@ impl Job {
         self.places.iter().take(ranks).filter(|place| is_near(place, own)).count()
     }
 
-    /// Ends the job if nothing has moved since `moved` for too long, while process `other` has bytes to send or to take.
+    /// Ends the job if nothing has moved since `moved` for too long, while process `other` has bytes to send or to
+    /// take.
     fn check_silence(&self, moved: Instant, other: usize) {
         if moved.elapsed() > self.limit {
             let name = self.name(other);

@@ -69,8 +69,8 @@ impl DeviceContext {
 }
 
 impl DeviceSpec {
-    /// The device of the process `local_rank` on this machine: the requested GPU for the first one, the following GPUs in turn
-    /// for the others.
+    /// The device of the process `local_rank` on this machine: the requested GPU for the first one, the following GPUs
+    /// in turn for the others.
     #[must_use]
     pub fn for_local_rank(self, local_rank: usize) -> Self {
         let (first, count) = match self {
@@ -81,9 +81,9 @@ impl DeviceSpec {
         if local_rank == 0 || first >= count { self } else { Self::Cuda((first + local_rank) % count) }
     }
 
-    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`DeviceSpec::Auto`] cannot use the
-    /// GPU, `notice` receives the reason. Fails with [`Error::Config`] for `device` if the requested GPU cannot be used, and
-    /// [`Error::Engine`] if the device has no kernels of this kind.
+    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`DeviceSpec::Auto`] cannot
+    /// use the GPU, `notice` receives the reason. Fails with [`Error::Config`] for `device` if the requested GPU cannot
+    /// be used, and [`Error::Engine`] if the device has no kernels of this kind.
     pub fn open(
         self,
         policy: PrecisionPolicy,

@@ -1,7 +1,8 @@
 //! The preflight of our CUDA kernels, and of passes that are recorded.
 //!
-//! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
-//! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used, by all processes of a run.
+//! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each
+//! operation ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used, by all
+//! processes of a run.
 
 use super::collective::ProcessGroup;
 use super::device::DeviceContext;
@@ -29,8 +30,8 @@ pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
 const TIMEOUT: Duration = Duration::from_mins(1);
 
-/// The operations whose kernels pass on `device`, and recorded passes if `records`; `notice` receives one message about the
-/// operations that fail, or one about recorded passes.
+/// The operations whose kernels pass on `device`, and recorded passes if `records`; `notice` receives one message about
+/// the operations that fail, or one about recorded passes.
 pub(crate) fn passing_families(
     device: &Device,
     records: bool,
@@ -80,8 +81,8 @@ fn families_in(name: &str) -> Option<BTreeSet<KernelFamily>> {
     Some(KernelFamily::VARIANTS.iter().copied().filter(named).collect())
 }
 
-/// Restricts a GPU's kernels to those that passed in every process, because a trial may reach its time limit in one alone. If another
-/// process has fewer, adds a notice. All processes call it together.
+/// Restricts a GPU's kernels to those that passed in every process, because a trial may reach its time limit in one
+/// alone. If another process has fewer, adds a notice. All processes call it together.
 pub(crate) fn agree(
     group: &dyn ProcessGroup,
     open: &mut DeviceContext,
@@ -186,8 +187,8 @@ fn exit_status_to_error(status: ExitStatus, said: Option<&str>) -> std::result::
     }
 }
 
-/// Checks one operation in this process: `arguments` are the GPU's number and the operation's name. Prints a failure to standard
-/// output.
+/// Checks one operation in this process: `arguments` are the GPU's number and the operation's name. Prints a failure to
+/// standard output.
 pub(crate) fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     // A kernel may hang after the waiting program has ended. The waiting program itself reports the timeout first.
     std::thread::spawn(|| {

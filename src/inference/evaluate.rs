@@ -112,7 +112,8 @@ pub fn evaluate(
     let length = |index| seq_len.min(tokens.len() - 1 - windows.position(index).0);
     let mut first = 0;
     while first < count {
-        // A text's last window can be shorter. Then it is a separate batch, because some rotary embeddings depend on the length.
+        // A text's last window can be shorter. Then it is a separate batch, because some rotary embeddings depend on
+        // the length.
         let seq_len = length(first);
         let indices = (first..count).take(batch_size).take_while(|&index| length(index) == seq_len);
         let (ids, labels) = (&mut ids[..batch_size * seq_len], &mut labels[..batch_size * seq_len]);

@@ -135,9 +135,10 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 
-/// Generates text after the tokens of the prompt that `cache` has ([`KvCache::prepare`]). Calls `on_token` with each token except the one that ends the text; it returns
-/// whether to continue. Equal weights and requests give equal tokens. Fails with [`Error::Model`] if the model's logits
-/// are not finite; [`Error::Data`] for a prompt without tokens; errors of `on_token`.
+/// Generates text after the tokens of the prompt that `cache` has ([`KvCache::prepare`]). Calls `on_token` with each
+/// token except the one that ends the text; it returns whether to continue. Equal weights and requests give equal
+/// tokens. Fails with [`Error::Model`] if the model's logits are not finite; [`Error::Data`] for a prompt without
+/// tokens; errors of `on_token`.
 pub fn generate(
     model: &Decoder,
     weights: &Parameters,

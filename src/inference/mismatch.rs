@@ -59,8 +59,8 @@ pub struct Mismatch {
     pub token_ratio: Ratios,
     /// The product of these over a sequence: what a step that corrects whole sequences weighs one by.
     pub sequence_ratio: Ratios,
-    /// The share of routers' decisions that differ from FP32's: of tokens and blocks with another set of experts. `None` without
-    /// experts.
+    /// The share of routers' decisions that differ from FP32's: of tokens and blocks with another set of experts.
+    /// `None` without experts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<f64>,
 }
@@ -132,7 +132,8 @@ pub fn log_probs(model: ModelView<'_>, sequences: &Sequences, mut progress: impl
     Ok(found)
 }
 
-/// The sets of experts that the training forward pass chooses for each token and block of `sequences`; none without experts.
+/// The sets of experts that the training forward pass chooses for each token and block of `sequences`; none without
+/// experts.
 pub fn chosen_experts(model: ModelView<'_>, sequences: &Sequences) -> Result<Vec<Vec<u32>>> {
     let ModelView { decoder, weights, policy } = model;
     let (Some(experts), Some(first)) = (decoder.spec().experts, sequences.ids.first()) else { return Ok(Vec::new()) };

@@ -118,8 +118,8 @@ impl TrainedModel {
         DatasetOptions { chat, ..DatasetOptions::default() }
     }
 
-    /// The same model with the adapters in `folder`, in PEFT's format, and their chat template if they have one. Fails with
-    /// [`Error::Model`] naming the part that does not fit; [`Error::Config`] if the model already has adapters.
+    /// The same model with the adapters in `folder`, in PEFT's format, and their chat template if they have one. Fails
+    /// with [`Error::Model`] naming the part that does not fit; [`Error::Config`] if the model already has adapters.
     pub fn with_adapters(self, folder: &Path) -> Result<Self> {
         if self.adapters.is_some() {
             return Err(Error::config(
@@ -157,8 +157,8 @@ impl TrainedModel {
         adapters.load((&self.spec, &self.weights), compute, in_blocks, &origin).map(Some)
     }
 
-    /// The weights rounded to `dtype`: a checkpoint's masters, or the folder's weights. Adapters are merged in FP32. Fails with
-    /// [`Error::Model`] naming a tensor with infinities or NaNs, or with values beyond the range of `dtype`.
+    /// The weights rounded to `dtype`: a checkpoint's masters, or the folder's weights. Adapters are merged in FP32.
+    /// Fails with [`Error::Model`] naming a tensor with infinities or NaNs, or with values beyond the range of `dtype`.
     pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
         self.weights_on(dtype, &Device::Cpu)
     }

@@ -37,8 +37,8 @@ pub(crate) struct StoredNumber {
     pub(crate) class: FloatClass,
     /// How the number was stored.
     pub(crate) fate: RoundingResult,
-    /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation; `None` if it
-    /// is the same.
+    /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation;
+    /// `None` if it is the same.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) saturated: Option<f64>,
     /// `|stored - value|`.
@@ -353,8 +353,8 @@ mod tests {
         }
     }
 
-    /// `x` rounded by other crates. `float8` saturates where ours overflows: E4M3 beyond the midpoint between 448 and the NaN
-    /// pattern, E5M2 from the midpoint between 57344 and 2^16 on.
+    /// `x` rounded by other crates. `float8` saturates where ours overflows: E4M3 beyond the midpoint between 448 and
+    /// the NaN pattern, E5M2 from the midpoint between 57344 and 2^16 on.
     fn by_the_crates(x: f32) -> [f64; 5] {
         let e4m3 = if x.abs() > 464.0 { f64::NAN } else { float8::F8E4M3::from_f32(x).to_f64() };
         let infinite = f64::INFINITY.copysign(f64::from(x));
@@ -362,8 +362,8 @@ mod tests {
         [f64::from(x), f16::from_f32(x).to_f64(), bf16::from_f32(x).to_f64(), e4m3, e5m2]
     }
 
-    /// Patterns of FP32: arbitrary ones, which mostly exceed the narrow formats; numbers of a format, including subnormals, NaNs
-    /// and infinities; ties between two; and their neighbours.
+    /// Patterns of FP32: arbitrary ones, which mostly exceed the narrow formats; numbers of a format, including
+    /// subnormals, NaNs and infinities; ties between two; and their neighbours.
     fn patterns() -> impl Strategy<Value = u32> {
         let near = (0..5usize, any::<u32>(), any::<bool>(), -1..=1i32).prop_map(|(format, bits, tie, beside)| {
             let format = FloatFormat::ALL[format];

@@ -1,7 +1,7 @@
 //! Block formats: a tensor's amax → scale → codes → error, under FP8, MXFP8, NVFP4 and INT8.
 //!
-//! Scales and products are FP32, as in the libraries that the codes are compared with bit for bit (`tests/python/lab_figures.py`):
-//! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
+//! Scales and products are FP32, as in the libraries that the codes are compared with bit for bit
+//! (`tests/python/lab_figures.py`): PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
 
 use super::number::{percent, relative_error, short};
 use crate::precision::FloatFormat;

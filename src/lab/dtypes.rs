@@ -1,4 +1,5 @@
-//! The types of a policy: the type inside each operation, measured, and those in which a step of the engine stores its tensors.
+//! The types of a policy: the type inside each operation, measured, and those in which a step of the engine stores its
+//! tensors.
 
 mod operations;
 

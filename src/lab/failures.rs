@@ -1,5 +1,5 @@
-//! The three ways FP16 training fails, each with its cause and remedy: gradients that underflow, activations that overflow,
-//! updates too small for the weight.
+//! The three ways FP16 training fails, each with its cause and remedy: gradients that underflow, activations that
+//! overflow, updates too small for the weight.
 
 use super::number::{exact, percent, relative_error, serialize, short};
 use crate::Result;
@@ -39,8 +39,8 @@ pub(crate) struct FailureResult {
     /// That scale.
     #[serde(serialize_with = "serialize")]
     pub(crate) fitting: f64,
-    /// The square of the activation in FP16. The score of a query with a key is as large: `HEAD` products of an eighth of
-    /// the activation with itself.
+    /// The square of the activation in FP16. The score of a query with a key is as large: `HEAD` products of an eighth
+    /// of the activation with itself.
     #[serde(serialize_with = "serialize")]
     pub(crate) square: f64,
     /// The activation divided by the root of that square, which is 1 in exact arithmetic.

@@ -29,8 +29,8 @@ pub(crate) enum Recipe {
     Checkpointing,
     /// Frozen BF16 weights; FP32 low-rank adapters at every linear layer of the blocks.
     Lora,
-    /// LoRA over weights in blocks. This engine does it with a GGUF file's; the textbook has NF4 with double quantization, and
-    /// embeddings and head in BF16.
+    /// LoRA over weights in blocks. This engine does it with a GGUF file's; the textbook has NF4 with double
+    /// quantization, and embeddings and head in BF16.
     Qlora,
 }
 
@@ -48,8 +48,8 @@ pub enum MemoryCategory {
     Adam,
     /// Activations that the forward pass keeps for the backward pass.
     Activations,
-    /// Temporary buffers: a tile of logits, gradients of activations, packed operands, keys and values of text samples and
-    /// completions.
+    /// Temporary buffers: a tile of logits, gradients of activations, packed operands, keys and values of text samples
+    /// and completions.
     Buffers,
     /// The FP32 probe's activations and gradients.
     Probe,
@@ -422,9 +422,9 @@ fn total(items: &[MemoryItem]) -> u64 {
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes per layer in half
-/// precision; and FP32 logits. FP32 doubles them except the masks of dropout, 2 of the 34 bytes and 1 of the 5; FP8 halves
-/// the inputs of the four matmuls, 14 of the 34. 8-bit Adam (Dettmers et al., 2022) has an FP32 scale per 256 values, as in
-/// bitsandbytes; NF4 takes 4.127 bits per weight (Dettmers et al., 2023).
+/// precision; and FP32 logits. FP32 doubles them except the masks of dropout, 2 of the 34 bytes and 1 of the 5; FP8
+/// halves the inputs of the four matmuls, 14 of the 34. 8-bit Adam (Dettmers et al., 2022) has an FP32 scale per 256
+/// values, as in bitsandbytes; NF4 takes 4.127 bits per weight (Dettmers et al., 2023).
 fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adapters: u64) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u128);
@@ -461,8 +461,8 @@ fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adap
     ]
 }
 
-/// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M` or
-/// `1.3B`, for the nearest GPT-2 of width 128 × depth.
+/// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M`
+/// or `1.3B`, for the nearest GPT-2 of width 128 × depth.
 pub(crate) fn model_named(name: &str) -> Result<ModelSpec> {
     if let Some(spec) = ModelSpec::named(name) {
         return Ok(spec);
@@ -567,8 +567,8 @@ mod tests {
         }
     }
 
-    /// Figures from the papers and by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80; training in BF16
-    /// with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
+    /// Figures from the papers and by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80;
+    /// training in BF16 with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
     #[test]
     fn recipes_of_a_7b_model() {
         let spec = model_named("7b").unwrap();

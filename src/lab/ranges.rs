@@ -54,8 +54,8 @@ impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
     pub(crate) const WHOLE: (i32, i32) = (-150, 130);
 
-    /// Compares `value_ranges` with every format. `window` is the exponents of the chart's ends; by default they fit the extents and
-    /// FP16, or all formats without extents.
+    /// Compares `value_ranges` with every format. `window` is the exponents of the chart's ends; by default they fit
+    /// the extents and FP16, or all formats without extents.
     pub(crate) fn new(value_ranges: Vec<ValueRange>, window: (Option<i32>, Option<i32>)) -> Self {
         const MARGIN: i32 = 4;
         let exponents = |ends: fn(&ValueRange) -> f64| {

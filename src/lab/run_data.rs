@@ -173,8 +173,8 @@ impl RunData {
         }
     }
 
-    /// The run's unscaled gradients and a description of their source: FP32 probes if there were any, else the gradients of every
-    /// applied step as stored.
+    /// The run's unscaled gradients and a description of their source: FP32 probes if there were any, else the
+    /// gradients of every applied step as stored.
     pub(crate) fn gradients(&self) -> Result<(String, ExponentHistogram)> {
         if self.probed.exponents.total() > 0 {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
@@ -189,9 +189,9 @@ impl RunData {
         ))
     }
 
-    /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if measured), of
-    /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a
-    /// checkpoint.
+    /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if
+    /// measured), of activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the
+    /// weights if there is a checkpoint.
     pub(crate) fn value_ranges(&self) -> Result<Vec<ValueRange>> {
         let mut value_ranges = Vec::new();
         let mut push = |label: &str, low: f64, high: f64| {
@@ -231,14 +231,16 @@ impl RunData {
         Ok(value_ranges)
     }
 
-    /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates Adam's update.
+    /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates
+    /// Adam's update.
     pub(crate) fn weight_and_update(&self) -> Result<(f64, f64)> {
         let weights = self.weights()?.filter(|weights| weights.count > 0);
         let center = weights.map_or(1.0, |weights| (weights.sum_squares / weights.count as f64).sqrt());
         Ok((center, self.sums.largest_rate.unwrap_or(5e-5)))
     }
 
-    /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
+    /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are
+    /// multiples of 128.
     pub(crate) fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
         let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; use a run with a checkpoint"));
         let masters =

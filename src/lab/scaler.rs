@@ -1,5 +1,5 @@
-//! Simulates the loss scale in closed loop: a step overflows if scale × max|g| exceeds FP16's largest number, which determines
-//! the next scale. The gradients come from a model or from a run.
+//! Simulates the loss scale in closed loop: a step overflows if scale × max|g| exceeds FP16's largest number, which
+//! determines the next scale. The gradients come from a model or from a run.
 
 mod gradients;
 mod page;
@@ -137,8 +137,8 @@ impl GradientTrace {
 }
 
 impl StepCondition {
-    /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed only shows
-    /// that `scale` is too large.
+    /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed
+    /// only shows that `scale` is too large.
     pub(crate) fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool) -> Self {
         match (finite, loss_finite) {
             (_, false) => Self::Broken,
@@ -251,7 +251,8 @@ impl Trajectory {
     }
 }
 
-/// Applies the text of a flag, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the same keys.
+/// Applies the text of a flag, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the
+/// same keys.
 pub(crate) fn apply_setting(config: GradScalerConfig, flag: &str, text: &str) -> Result<GradScalerConfig> {
     let fail = |message: String| Error::config(flag, message);
     let mut table = toml::Table::try_from(config).map_err(|error| fail(error.to_string()))?;
@@ -298,8 +299,8 @@ mod tests {
         insta::assert_snapshot!("scaler_twenty_steps", comparison.page(80).text());
     }
 
-    /// The closed loop's figures, over 100 seeds: an independent simulation with numpy (`tests/python/lab_figures.py`) has 30.99
-    /// overflows at a mean scale of 2^14.47 for an interval of 50, and 16.30 at 2^14.21 for 100.
+    /// The closed loop's figures, over 100 seeds: an independent simulation with numpy (`tests/python/lab_figures.py`)
+    /// has 30.99 overflows at a mean scale of 2^14.47 for an interval of 50, and 16.30 at 2^14.21 for 100.
     #[test]
     fn the_closed_loop_over_a_hundred_seeds() {
         let model = GradientModel::default();
@@ -315,7 +316,8 @@ mod tests {
         }
     }
 
-    /// With random overflows instead of a closed loop, PyTorch's defaults fell to scale 1 and short intervals climbed to 2^82.
+    /// With random overflows instead of a closed loop, PyTorch's defaults fell to scale 1 and short intervals climbed
+    /// to 2^82.
     #[test]
     fn the_scale_stays_near_its_ceiling() {
         for setting in ["init_scale=65536,growth_interval=2000", "init_scale=65536,growth_interval=5"] {

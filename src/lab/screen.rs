@@ -1,7 +1,7 @@
 //! The interactive lab: one tab per view, with adjustable parameters and the view's page below.
 //!
-//! A tab shows what `finetune lab VIEW` prints for the same parameters. Parameters (`parameters`), state (`state`), keys (`keys`) and drawing (`view`) are
-//! separate, so that tests can drive everything except the terminal.
+//! A tab shows what `finetune lab VIEW` prints for the same parameters. Parameters (`parameters`), state (`state`),
+//! keys (`keys`) and drawing (`view`) are separate, so that tests can drive everything except the terminal.
 
 #[cfg(test)]
 pub(crate) mod key_tests;

@@ -1,4 +1,5 @@
-//! Softmax and positions in half precision: overflow of exp, the error of a long softmax, the error of a position's sine.
+//! Softmax and positions in half precision: overflow of exp, the error of a long softmax, the error of a position's
+//! sine.
 
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;

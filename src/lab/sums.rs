@@ -1,6 +1,7 @@
 //! The error of a sum or dot product by its length, the accumulator's format and the algorithm.
 //!
-//! Inputs are rounded to the format first, and the reference sums these in FP64, so that only accumulation errors count.
+//! Inputs are rounded to the format first, and the reference sums these in FP64, so that only accumulation errors
+//! count.
 
 use super::number::{relative_error, serialize, short};
 use crate::Result;
@@ -220,7 +221,8 @@ fn pairwise(terms: &[f64], format: FloatFormat) -> f64 {
     }
 }
 
-/// `x` rounded stochastically: away from zero with a probability equal to its fractional position between its neighbours.
+/// `x` rounded stochastically: away from zero with a probability equal to its fractional position between its
+/// neighbours.
 fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
     let ulp = format.ulp(x);
     if !ulp.is_finite() {

@@ -1,7 +1,7 @@
 //! Whether an update to a weight survives rounding: the values of each format around the weight.
 //!
-//! This is the reason for FP32 master weights: near 1, FP16's spacing is 2^-10, and a typical update is far smaller than half
-//! of that.
+//! This is the reason for FP32 master weights: near 1, FP16's spacing is 2^-10, and a typical update is far smaller
+//! than half of that.
 
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;
@@ -42,7 +42,8 @@ pub(crate) struct UlpRow {
     /// Distance to `next`; at the format's maximum, the spacing below it.
     #[serde(serialize_with = "serialize")]
     pub(crate) spacing: f64,
-    /// Half a step above the largest number. It overflows, as do larger numbers; in E4M3, the tie rounds to the largest number.
+    /// Half a step above the largest number. It overflows, as do larger numbers; in E4M3, the tie rounds to the largest
+    /// number.
     #[serde(serialize_with = "serialize")]
     pub(crate) overflows_from: f64,
     /// Half the spacing: an update survives if it is larger, or equal and the tie rounds away from the weight.
@@ -54,8 +55,8 @@ pub(crate) struct UlpRow {
     pub(crate) overflows: bool,
     /// Whether an update of exactly `smallest` overflows.
     pub(crate) tie_overflows: bool,
-    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::MAX_UPDATES`] steps, the
-    /// master itself does not change, or the copy is not finite.
+    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::MAX_UPDATES`]
+    /// steps, the master itself does not change, or the copy is not finite.
     pub(crate) steps_with_master: Option<u64>,
 }
 

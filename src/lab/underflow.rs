@@ -103,8 +103,8 @@ impl UnderflowReport {
         page
     }
 
-    /// Draws the format's range at a fixed position, with space on both sides; the gradients shift with the scale. Left of the
-    /// range they are flushed, right of it they overflow.
+    /// Draws the format's range at a fixed position, with space on both sides; the gradients shift with the scale. Left
+    /// of the range they are flushed, right of it they overflow.
     fn ruler(&self, page: &mut Page, width: usize) {
         const HEIGHT: usize = 7;
         let (first, per_column, columns) = self.columns(width);
@@ -132,7 +132,8 @@ impl UnderflowReport {
         self.axis(page, columns.len(), |exponent| ((exponent - first) / per_column) as usize);
     }
 
-    /// The exponent at which the first column begins, the binades of a column, and each column's role and number of gradients.
+    /// The exponent at which the first column begins, the binades of a column, and each column's role and number of
+    /// gradients.
     fn columns(&self, width: usize) -> (i32, i32, Vec<(Role, u64)>) {
         // Binades shown below and above the format's own.
         const PADDING: (i32, i32) = (18, 10);
@@ -215,8 +216,8 @@ impl UnderflowReport {
     }
 }
 
-/// `count` gradients with normally distributed log2 magnitudes of mean `mu` and deviation `sigma`: the rounded expected number
-/// in each binade, so that the tails end where less than half a gradient is expected.
+/// `count` gradients with normally distributed log2 magnitudes of mean `mu` and deviation `sigma`: the rounded expected
+/// number in each binade, so that the tails end where less than half a gradient is expected.
 pub(crate) fn log_normal(mu: f64, sigma: f64, count: u64) -> ExponentHistogram {
     let below = |exponent: i32| standard_normal_cdf((f64::from(exponent) - mu) / sigma);
     let binade = |e: i32| (e, ((below(e + 1) - below(e)) * count as f64).round() as u64);

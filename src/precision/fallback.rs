@@ -100,8 +100,8 @@ settings! {
     /// The rules for a layer to leave the policy's compute dtype and to return to it.
     #[derive(Debug, Clone, PartialEq)]
     pub struct PrecisionConfig {
-        /// Whether updates accumulate in FP32 masters. Without them, which is for comparisons, each update is rounded into the
-        /// weights of the compute dtype, and smaller ones than half a unit in the last place are lost.
+        /// Whether updates accumulate in FP32 masters. Without them, which is for comparisons, each update is rounded
+        /// into the weights of the compute dtype, and smaller ones than half a unit in the last place are lost.
         masters: bool = true, fixed();
         /// Whether layers that overflow too often switch to a wider dtype: `off` or `layer`.
         fallback: FallbackRule = FallbackRule::Off;

@@ -15,8 +15,8 @@ settings! {
     /// Settings of blocks whose matrix products use FP8 operands.
     #[derive(Debug, Clone, PartialEq)]
     pub struct Fp8Config {
-        /// The blocks whose matrix products use simulated FP8 operands, counted from 0: a number, a range such as 1-4, several
-        /// with commas, or all; none by default.
+        /// The blocks whose matrix products use simulated FP8 operands, counted from 0: a number, a range such as 1-4,
+        /// several with commas, or all; none by default.
         block: Option<BlockRanges> = None;
         /// The number of recent steps whose maxima determine a scale.
         amax_history_len: usize = 16;

@@ -46,8 +46,8 @@ fn unknown_dtype(text: &str) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PrecisionPolicy {
-    /// Master weights: FP32, because small updates vanish in a narrower dtype; or `compute`, for weights without masters.
-    /// Adam's moments are not of this type.
+    /// Master weights: FP32, because small updates vanish in a narrower dtype; or `compute`, for weights without
+    /// masters. Adam's moments are not of this type.
     pub params: Dtype,
     /// The working copy of the weights, activations and matrix products (which always accumulate in FP32).
     pub compute: Dtype,

@@ -16,7 +16,8 @@ settings! {
         enabled: bool = true;
         /// The scale of the first step.
         init_scale: f32 = 65536.0, fixed(), flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
-        /// Whether to measure the gradients before the first step, and to begin at a lower scale if they would overflow.
+        /// Whether to measure the gradients before the first step, and to begin at a lower scale if they would
+        /// overflow.
         measure_first: bool = false, fixed();
         /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
         growth_factor: f64 = 2.0;
@@ -32,8 +33,8 @@ settings! {
         max_overflows_at_min_scale: u32 = 16;
         /// Overflows before the scale backs off; earlier ones only skip their step. 1 is PyTorch's rule.
         hysteresis: u32 = 1;
-        /// Whether every clean step resets the count for `hysteresis`, as in apex, and not only a growth of the scale, as in
-        /// DeepSpeed's default and Megatron.
+        /// Whether every clean step resets the count for `hysteresis`, as in apex, and not only a growth of the scale,
+        /// as in DeepSpeed's default and Megatron.
         consecutive_hysteresis: bool = false;
         /// Whether to `skip` the batch of an overflowing step, or `retry` it at the lower scale.
         on_overflow: OnOverflow = OnOverflow::Skip;

@@ -1,7 +1,7 @@
 //! The dashboard: a screen of five tabs.
 //!
-//! [`App`] has the shared state and passes keys and clicks to the tabs, one file each; a tab has its own state, handles its
-//! keys and draws itself from a [`Scene`](scene::Scene).
+//! [`App`] has the shared state and passes keys and clicks to the tabs, one file each; a tab has its own state, handles
+//! its keys and draws itself from a [`Scene`](scene::Scene).
 
 mod app;
 mod charts;

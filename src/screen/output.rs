@@ -41,7 +41,8 @@ impl Terminal {
         }
     }
 
-    /// The output for this terminal: the one `asked` for, else the dashboard; plain lines if the terminal cannot show it.
+    /// The output for this terminal: the one `asked` for, else the dashboard; plain lines if the terminal cannot show
+    /// it.
     pub(crate) fn output(self, asked: Option<DisplayMode>) -> DisplayMode {
         let (width, height) = self.size;
         let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact | Size::Small);

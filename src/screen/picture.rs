@@ -33,8 +33,8 @@ fn colours(cell: &Cell, scheme: ColorScheme) -> (Rgb, Rgb) {
     if cell.modifier.contains(Modifier::REVERSED) { (paper, ink) } else { (ink, paper) }
 }
 
-/// Renders the dashboard with `columns` × `rows` cells after these keys (a line break is Enter). Shows the run of the first
-/// log, with the others overlaid.
+/// Renders the dashboard with `columns` × `rows` cells after these keys (a line break is Enter). Shows the run of the
+/// first log, with the others overlaid.
 pub(crate) fn picture(
     logs: &[PathBuf],
     keys: &str,

@@ -1,7 +1,7 @@
 //! Prints a run as lines of text, for pipes, log files and simple terminals.
 //!
-//! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are printed at
-//! once.
+//! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are
+//! printed at once.
 
 use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::{announcement, objective};

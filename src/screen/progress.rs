@@ -135,7 +135,8 @@ impl<W: Write> Renderer for StatusLine<W> {
     }
 }
 
-/// Replaces the line of the cursor by as much of `text` as fits: a line that wraps would stay when the next one is written.
+/// Replaces the line of the cursor by as much of `text` as fits: a line that wraps would stay when the next one is
+/// written.
 pub(crate) fn status_line(text: &str) -> String {
     let text: String = text.chars().take(width()).collect();
     // Return to the first column, write, and erase the rest of the line.

@@ -1,5 +1,5 @@
-//! Shows a run while it trains: one loop passes messages from a source to a renderer. Sources are training in this process
-//! and a run's log; renderers are the dashboard, the status line and plain lines.
+//! Shows a run while it trains: one loop passes messages from a source to a renderer. Sources are training in this
+//! process and a run's log; renderers are the dashboard, the status line and plain lines.
 
 use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
@@ -56,8 +56,8 @@ pub(crate) struct Playback {
 }
 
 pub(crate) trait MessageSource {
-    /// Passes on the messages since the last call, or some of them; `true` if there are more already. If there are none, it
-    /// may wait for this long.
+    /// Passes on the messages since the last call, or some of them; `true` if there are more already. If there are
+    /// none, it may wait for this long.
     fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool>;
 
     /// Whether there will be no more records.
@@ -125,7 +125,8 @@ impl<'a> LiveSource<'a> {
         Self { records, activity, closed: false }
     }
 
-    /// Shows the rest of the run; returns when training has ended. A closed output does not stop it: the log has everything.
+    /// Shows the rest of the run; returns when training has ended. A closed output does not stop it: the log has
+    /// everything.
     pub(crate) fn follow<R: Renderer>(&mut self, renderer: &mut R) {
         let _ = drive(self, renderer);
         self.records.iter().for_each(drop);
@@ -161,13 +162,13 @@ impl MessageSource for LiveSource<'_> {
     }
 }
 
-/// Shows the dashboard on `writer`, a handle to standard output, which must be a terminal, until the run ends or the user
-/// leaves; from then until training ends, prints plain lines for every `log_every`-th step. Call it on the main thread, with
-/// training on another one that feeds `source` and serves `commands` between two steps. `history` is the state of a
-/// resumed run.
+/// Shows the dashboard on `writer`, a handle to standard output, which must be a terminal, until the run ends or the
+/// user leaves; from then until training ends, prints plain lines for every `log_every`-th step. Call it on the main
+/// thread, with training on another one that feeds `source` and serves `commands` between two steps. `history` is the
+/// state of a resumed run.
 ///
-/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the run
-/// continues. [`Exit::Killed`] returns without waiting for training.
+/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the
+/// run continues. [`Exit::Killed`] returns without waiting for training.
 pub fn follow<W: Write>(
     writer: W,
     mut source: LiveSource<'_>,

@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// How long a process of another machine, or of before a restart of this one, may be silent, in milliseconds.
 const SILENCE: u64 = 60_000;
-/// How long a replay waits for its next record: a run may pause for hours, and the times of a damaged log may differ by centuries.
+/// How long a replay waits for its next record: a run may pause for hours, and the times of a damaged log may differ by
+/// centuries.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
@@ -31,8 +32,8 @@ pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: b
     app.run(stdout(), &mut LogSource::new(logs, speed), None, theme, mouse).map(drop)
 }
 
-/// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that
-/// many times as fast as the run.
+/// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records
+/// that many times as fast as the run.
 pub(crate) fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
     let mut source = LogSource::new(&[log.to_path_buf()], speed);
     // A skimmed step lacks most of its line's figures.
@@ -122,7 +123,8 @@ impl Replay {
         self.since = Instant::now();
     }
 
-    /// Adds records. The times of a log never decrease, so one that is above the next is damaged, and counts as the next.
+    /// Adds records. The times of a log never decrease, so one that is above the next is damaged, and counts as the
+    /// next.
     fn extend(&mut self, records: Vec<Record>) {
         for record in records {
             if let Some(last) = self.waiting.back_mut() {
@@ -193,8 +195,8 @@ impl LogSource {
         Ok(more)
     }
 
-    /// Whether the training process has ended. The lock is visible in other containers, where the process id is not; on other
-    /// machines neither may be, nor in a log whose start is damaged, and a run counts as alive while it writes.
+    /// Whether the training process has ended. The lock is visible in other containers, where the process id is not; on
+    /// other machines neither may be, nor in a log whose start is damaged, and a run counts as alive while it writes.
     fn has_ended(&self) -> bool {
         let writes = || wall_clock().saturating_sub(self.last.t) < SILENCE;
         let is_alive = self.process.as_ref().and_then(ProcessId::is_alive);
@@ -326,7 +328,8 @@ mod tests {
     use super::*;
     use crate::store::checkpoint::Run;
 
-    /// Regression: a run whose machine was restarted was followed forever, and one in another container counted as gone.
+    /// Regression: a run whose machine was restarted was followed forever, and one in another container counted as
+    /// gone.
     #[test]
     fn the_end_of_a_process_is_known_by_its_lock_and_its_silence() {
         let folder = tempfile::tempdir().unwrap();

@@ -193,8 +193,8 @@ impl AdapterFolder {
         }
     }
 
-    /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors. Factors of a lower rank are padded with
-    /// zeros, and B is multiplied by the ratio of its module's scale to the scale in `spec`.
+    /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors. Factors of a lower rank are padded
+    /// with zeros, and B is multiplied by the ratio of its module's scale to the scale in `spec`.
     pub fn read_parameters(&self, spec: &ModelSpec, into: &Parameters) -> Result<()> {
         let common_scale = spec.lora.as_ref().map_or(1.0, Lora::scale);
         for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
@@ -221,8 +221,8 @@ impl AdapterFolder {
     }
 }
 
-/// The experts, outputs and rank of the second factors of all experts, which PEFT stores as `[outputs, r · experts]` with the
-/// experts' columns interleaved; `None` for other parameters.
+/// The experts, outputs and rank of the second factors of all experts, which PEFT stores as `[outputs, r · experts]`
+/// with the experts' columns interleaved; `None` for other parameters.
 fn stacked_factors(spec: &ModelSpec, entry: &ParamSpec) -> Option<[usize; 3]> {
     let experts = stacked_experts(spec, entry.layer);
     let factors = entry.role == ParamRole::LoraB;

@@ -90,7 +90,8 @@ impl AuxFiles {
         Ok(tokenizer)
     }
 
-    /// The tokens that end a text: the end tokens of the model, of `generation_config.json` (one or a list), and of the tokenizer.
+    /// The tokens that end a text: the end tokens of the model, of `generation_config.json` (one or a list), and of the
+    /// tokenizer.
     pub fn stop_token_ids(&self, spec: &ModelSpec, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let config = self.json(GENERATION_CONFIG)?;
         let ids = &config["eos_token_id"];

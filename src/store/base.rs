@@ -1,5 +1,5 @@
-//! Weights in the compute type. The frozen base of adapters, or frozen modules, may stay in a file's blocks, and is known by a
-//! digest of its values.
+//! Weights in the compute type. The frozen base of adapters, or frozen modules, may stay in a file's blocks, and is
+//! known by a digest of its values.
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::summary::summarize;
@@ -28,9 +28,10 @@ pub struct AdaptedModel {
 }
 
 impl WeightSource {
-    /// Loads these weights as the frozen base of `spec`, and draws its trained parameters from `seed`. With `in_blocks`, the matrices
-    /// of a GGUF file stay in their quantized blocks. `origin` is the base's name in error messages. Fails with
-    /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold.
+    /// Loads these weights as the frozen base of `spec`, and draws its trained parameters from `seed`. With
+    /// `in_blocks`, the matrices of a GGUF file stay in their quantized blocks. `origin` is the base's name in error
+    /// messages. Fails with [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot
+    /// hold.
     pub fn load_adapters(
         &self,
         spec: &ModelSpec,
@@ -67,8 +68,8 @@ impl WeightSource {
         Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
     }
 
-    /// Loads these weights, the parameters of `spec`, in `dtype`, never all of them in FP32. `origin` and the errors are as in
-    /// [`Self::load_adapters`].
+    /// Loads these weights, the parameters of `spec`, in `dtype`, never all of them in FP32. `origin` and the errors
+    /// are as in [`Self::load_adapters`].
     pub fn load(&self, spec: &ModelSpec, dtype: Dtype, device: &Device, origin: &str) -> Result<Parameters> {
         let entries = spec.parameters();
         let weights = Parameters::zeros(&entries, candle_dtype(dtype), device)?;
@@ -80,8 +81,8 @@ impl WeightSource {
         Ok(weights)
     }
 
-    /// Reads a parameter into `buffer`, chunk by chunk, and from there into `tensor`, in its type. Calls `visit` with each
-    /// chunk.
+    /// Reads a parameter into `buffer`, chunk by chunk, and from there into `tensor`, in its type. Calls `visit` with
+    /// each chunk.
     fn read_chunks(
         &self,
         entry: &ParamSpec,
@@ -106,8 +107,8 @@ impl WeightSource {
     }
 }
 
-/// Room for the largest chunk of any of these parameters. One buffer for all: memory that the system's allocator retains from
-/// buffers of many sizes would stay resident during training.
+/// Room for the largest chunk of any of these parameters. One buffer for all: memory that the system's allocator
+/// retains from buffers of many sizes would stay resident during training.
 fn chunk_buffer(entries: &[ParamSpec]) -> Result<Tensor> {
     Ok(view::zeros(&[entries.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?)
 }

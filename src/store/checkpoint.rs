@@ -5,7 +5,7 @@
 //! <run>/step-000128/           a full checkpoint; `weights-000128/` holds the first three files and the manifest only
 //!     config.json tokenizer.json model.safetensors   the compute-dtype weights: a Hugging Face model folder
 //!     master.safetensors                             FP32 master weights
-//!     optimizer.safetensors                          Adam's moments in FP32: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`
+//!     optimizer.safetensors                          Adam's moments in FP32: `exp_avg.*`, `exp_avg_sq.*`
 //!     state.json                                     [`State`]
 //!     manifest.json                                  [`Manifest`]: size and SHA-256 of every file above; written last
 //! ```

@@ -183,7 +183,8 @@ impl ModelFolder {
     }
 }
 
-/// The stored values of a parameter: a tensor, or a matrix of a tensor of all experts. `find` returns a tensor by its name.
+/// The stored values of a parameter: a tensor, or a matrix of a tensor of all experts. `find` returns a tensor by its
+/// name.
 pub(super) fn matrix_of<'a>(
     spec: &ModelSpec,
     parameter: &str,

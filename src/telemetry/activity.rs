@@ -97,8 +97,8 @@ impl std::fmt::Display for CurrentPhase {
     }
 }
 
-/// Text for a terminal or file that keeps every line: a phase's name after [`Self::MIN_DURATION`] and every 5 s, and a dot
-/// wherever nothing would be written for longer than [`Self::MIN_DURATION`].
+/// Text for a terminal or file that keeps every line: a phase's name after [`Self::MIN_DURATION`] and every 5 s, and a
+/// dot wherever nothing would be written for longer than [`Self::MIN_DURATION`].
 #[derive(Debug, Default)]
 pub struct PhaseLines {
     /// Since when the last phase lasts, and when its name was written.

@@ -145,7 +145,8 @@ fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(record.or_else(|| earlier.find_map(|line| serde_json::from_slice(line).ok())))
 }
 
-/// The records in the last `bytes` of a log, the newest first, or the last one if it is longer; none if it cannot be read.
+/// The records in the last `bytes` of a log, the newest first, or the last one if it is longer; none if it cannot be
+/// read.
 pub fn last_records(log: &Path, bytes: u64) -> impl Iterator<Item = Record> {
     let (_, end) = untrusted::open(log).and_then(|mut file| read_end(&mut file, bytes)).unwrap_or_default();
     let lines: Vec<Vec<u8>> = end.rsplit(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
@@ -212,7 +213,8 @@ pub enum Detail {
     Full,
     /// Everything except most of the steps' tensor tables.
     FewTables,
-    /// Like [`Self::FewTables`], and only the leading fields of steps, up to [`StepRecord::skipped`](super::StepRecord::skipped).
+    /// Like [`Self::FewTables`], and only the leading fields of steps, up to
+    /// [`StepRecord::skipped`](super::StepRecord::skipped).
     Leading,
     /// Everything except the steps outside of this range, also in the last megabytes.
     Steps(RangeInclusive<u64>),

@@ -1,8 +1,8 @@
 //! Exports a run to TensorBoard: scalars and histograms of the gradients, as an event file.
 //!
-//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
-//! `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/cli/metrics_export.rs` reads them back with
-//! TensorBoard itself.
+//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf
+//! message `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/cli/metrics_export.rs` reads them back
+//! with TensorBoard itself.
 
 use super::emitter::Sink;
 use super::{Event, GradStats, ObjectiveMetrics, Record, StepRecord};
@@ -106,7 +106,8 @@ impl Sink for TensorBoard {
         match &record.event {
             Event::Started(started) => {
                 let step = started.resumed_from.unwrap_or(0);
-                // A session start makes TensorBoard drop earlier data of this step and later ones, also of an earlier export.
+                // A session start makes TensorBoard drop earlier data of this step and later ones, also of an earlier
+                // export.
                 self.append(&event(record.t, step + 1).message(7, &Message::default().int(1, 1)))
             }
             Event::Step(step) => self.step(record.t, step),
@@ -145,8 +146,8 @@ fn scalar(tag: &str, value: f64) -> Message {
     Message::default().put(1, tag).float(2, value as f32)
 }
 
-/// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values that are
-/// not finite.
+/// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values that
+/// are not finite.
 fn histogram(tag: &str, grads: &GradStats) -> Message {
     let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
     let sum = |value: fn(f64) -> f64| binades().map(|(low, count)| value(low + 0.5) * count).sum::<f64>();

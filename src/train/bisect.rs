@@ -1,7 +1,8 @@
 //! Bisection of a step's rounding error: the tensors that cost accuracy in 16 bits, and the layers to keep in FP32.
 //!
-//! The step is computed in FP32, except that chosen tensors are rounded to the 16-bit type as soon as they are computed. The
-//! kernels compute in FP32 and round when they store, so these are the values of a step that stores those tensors in 16 bits.
+//! The step is computed in FP32, except that chosen tensors are rounded to the 16-bit type as soon as they are
+//! computed. The kernels compute in FP32 and round when they store, so these are the values of a step that stores those
+//! tensors in 16 bits.
 
 use crate::data::Batch;
 use crate::engine::kernels::Kernels;
@@ -47,7 +48,8 @@ pub enum SiteKind {
 }
 
 impl SiteKind {
-    /// The kind of a tensor that a hook receives; `None` for queries without their keys, which are a part of the next tensor.
+    /// The kind of a tensor that a hook receives; `None` for queries without their keys, which are a part of the next
+    /// tensor.
     fn of(place: HookPoint) -> Option<Self> {
         use TensorKind::{BiasGradient, InputGradient, WeightGradient};
         Some(match (place.kind, place.layer.op) {
@@ -296,8 +298,8 @@ impl Bisector<'_> {
         self.error(chosen)
     }
 
-    /// Finds a set whose error is at most `tolerance`, and none of whose members can be left out: adds the most costly first,
-    /// then removes those that became superfluous.
+    /// Finds a set whose error is at most `tolerance`, and none of whose members can be left out: adds the most costly
+    /// first, then removes those that became superfluous.
     fn search(&mut self, costs: &[RoundingCost<KeptSites>], all: GradientError, tolerance: f64) -> Result<KeptLayers> {
         let finite = |error: f64| if error.is_nan() { f64::INFINITY } else { error };
         let rank = |cost: &RoundingCost<KeptSites>| (finite(cost.others.relative), -finite(cost.alone.relative));
@@ -342,8 +344,8 @@ impl Bisector<'_> {
     }
 }
 
-/// Measures the cost of rounding to `dtype` in the step over `batches`, and searches a smallest set to keep in FP32 for an
-/// error of the gradient of at most `tolerance`. Overwrites buffers and gradients, and nothing that outlives a step.
+/// Measures the cost of rounding to `dtype` in the step over `batches`, and searches a smallest set to keep in FP32 for
+/// an error of the gradient of at most `tolerance`. Overwrites buffers and gradients, and nothing that outlives a step.
 pub(super) fn bisect(
     engine: &mut TrainEngine,
     batches: &[Batch],

@@ -36,8 +36,8 @@ type AfterStep = fn(&mut TrainEngine, &mut StepContext<'_>) -> Result<()>;
 
 pub(super) struct Callbacks {
     pub(super) begin: Option<BeforeStep>,
-    /// Run after the step, in this order. Buffers and gradients contain the step's values until one runs passes, so those
-    /// that read gradients come first.
+    /// Run after the step, in this order. Buffers and gradients contain the step's values until one runs passes, so
+    /// those that read gradients come first.
     pub(super) end: Vec<AfterStep>,
 }
 
@@ -104,8 +104,8 @@ fn report_grad_maxima(engine: &mut TrainEngine, context: &mut StepContext<'_>) -
     Ok(())
 }
 
-/// Measures gradients before the first step: for the predictive loss scale, or to lower an initial scale at which they would
-/// overflow.
+/// Measures gradients before the first step: for the predictive loss scale, or to lower an initial scale at which they
+/// would overflow.
 fn measure_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
     let scaler = &engine.state.scaler;
     let counters = engine.state.counters;

@@ -70,7 +70,8 @@ settings! {
     /// Everything that defines a run.
     #[derive(Clone, Debug, PartialEq)]
     pub struct Config {
-        /// `tiny`, a local Hugging Face folder, a model of the Hugging Face Hub, or with `init = "random"` an architecture.
+        /// `tiny`, a local Hugging Face folder, a model of the Hugging Face Hub, or with `init = "random"` an
+        /// architecture.
         model: String = "tiny".into(), fixed(), flag("model", Text, 0, "NAME|PATH"), short('m'),
             help("`tiny`, a model of the Hugging Face Hub, a folder, a .gguf file, or an architecture with `--init \
                   random`");
@@ -82,14 +83,16 @@ settings! {
         /// A `tokenizer.json` to use instead of the model's, or `bytes` for one token per byte.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
             help("A tokenizer.json to use instead of the model's, or `bytes`");
-        /// Training text: `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a file, a folder, a glob, `hf://datasets/…`,
-        /// or `-`. A list mixes several, `["a.jsonl=0.7", "b.txt=0.3"]`, by their shares of the tokens; without weights they are equal.
+        /// Training text: `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a file, a folder, a glob,
+        /// `hf://datasets/…`, or `-`. A list mixes several, `["a.jsonl=0.7", "b.txt=0.3"]`, by their shares of the
+        /// tokens; without weights they are equal.
         data: DataSets = DataSets::One("tiny_shakespeare".into()), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
             repeated(),
             help("Training text: `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a file or folder, \
                   `hf://datasets/…`, or `-`; repeat it to mix several, with their shares of the tokens: \
                   `--data a.jsonl=0.7 --data b.txt=0.3`");
-        /// Validation text, the share of the training text that is held out, such as `5%`, or `none`; by default the last tenth.
+        /// Validation text, the share of the training text that is held out, such as `5%`, or `none`; by default the
+        /// last tenth.
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
             help("Validation text, a share of the training text such as 5%, or `none` [default: its last tenth]");
         /// The input format, overriding file extensions: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
@@ -99,8 +102,8 @@ settings! {
         /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3`, `phi3` or `plain`.
         chat_template: Option<String> = None, fixed(), flag("chat-template", Text, 1, "FILE|NAME"),
             help("Chat template: a file, or a name such as chatml or llama3.1 [default: the model's]");
-        /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write
-        /// their own.
+        /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat
+        /// templates write their own.
         bos: Bos = Bos::Auto, fixed(), flag("bos", Text, 1, "RULE"),
             help("Whether texts begin with the BOS token: auto (if the model's tokenizer adds it), always or never");
         /// `fp32`, `fp16`, `bf16`, or a policy such as `p=f32,c=f16,g=f16,r=f32`.
@@ -109,9 +112,10 @@ settings! {
         /// The seed of every random stream.
         seed: u64 = 1, fixed(), flag("seed", Training, 0, "SEED"), help("Seed of every random stream");
         /// Device: `cpu`, `cuda`, `cuda:N`, `metal`, or `auto` for an NVIDIA GPU if this program can use one.
-        device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda, cuda:N or metal");
-        /// Kernels: `auto`, `candle` for candle's operations, or `fused` for this program's. Use `auto`, which is not written
-        /// to files; the others are for comparisons.
+        device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"),
+            help("Device: auto, cpu, cuda, cuda:N or metal");
+        /// Kernels: `auto`, `candle` for candle's operations, or `fused` for this program's. Use `auto`, which is not
+        /// written to files; the others are for comparisons.
         kernels: KernelBackend = KernelBackend::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),
             help("Kernels: auto, candle or fused");
         /// Compute threads; all processors by default. The numbers do not depend on it.
@@ -155,8 +159,8 @@ const RETIRED_KEYS: [&str; 1] = ["cuda_graph"];
 pub struct ConfigLayers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
-    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took precedence. Those
-    /// that did not write `bos` added no BOS token.
+    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took
+    /// precedence. Those that did not write `bos` added no BOS token.
     pub saved: bool,
     /// Dotted keys with their values, from flags and `--set`, in the order they were typed.
     pub overrides: Vec<(String, toml::Value)>,
@@ -309,12 +313,12 @@ impl Config {
         Ok(self.folder.iter().fold(source, |source, folder| source.or_in(folder)))
     }
 
-    /// This configuration for a test of learning rates, which is short and begins with a loss scale that fits. Fails with
-    /// [`Error::Config`] for an objective whose loss shows no progress.
+    /// This configuration for a test of learning rates, which is short and begins with a loss scale that fits. Fails
+    /// with [`Error::Config`] for an objective whose loss shows no progress.
     pub fn for_range_test(mut self) -> Result<Self> {
         if self.objective.kind.samples_completions() {
-            let message = "the loss of sampled completions stays near 0 at every rate, because it compares those of a prompt with \
-                           each other; compare the rewards of short runs with different `--lr`";
+            let message = "the loss of sampled completions stays near 0 at every rate, because it compares those of a \
+                           prompt with each other; compare the rewards of short runs with different `--lr`";
             return Err(Error::config("--find-lr", message));
         }
         self.train.steps = Some(LrRangeTest::STEPS);
@@ -476,7 +480,8 @@ impl Config {
         Ok(())
     }
 
-    /// Rejects weights without masters unless `precision.masters` allows them, and counts of lost updates that cannot be made.
+    /// Rejects weights without masters unless `precision.masters` allows them, and counts of lost updates that cannot
+    /// be made.
     fn validate_masters(&self) -> Result<()> {
         let PrecisionPolicy { params, compute, .. } = self.dtype;
         let masters = self.precision.masters;

@@ -109,8 +109,8 @@ pub struct EvalReport {
 pub struct StepTimings {
     /// Forward passes without the head, unless a GPU replays them.
     pub forward: Duration,
-    /// The head with its own backward pass, and the model's backward passes. If a GPU may replay them, all of the passes and the
-    /// statistics, because the host waits for both at once.
+    /// The head with its own backward pass, and the model's backward passes. If a GPU may replay them, all of the
+    /// passes and the statistics, because the host waits for both at once.
     pub backward: Duration,
     /// Statistics of the gradients.
     pub grad_stats: Duration,
@@ -218,8 +218,8 @@ impl TrainEngine {
         Ok((passes, StateView { weights, masters: masters.parameters(), adamw }))
     }
 
-    /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers, but changes
-    /// nothing that outlives a step.
+    /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers,
+    /// but changes nothing that outlives a step.
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<EvalReport> {
         let mut own = Vec::new();
         let mut targets = 0u64;

@@ -1,8 +1,8 @@
 //! Blocks in simulated FP8: the inputs of its matrix products are rounded, activations and weights through E4M3,
 //! gradients through E5M2, each tensor with a scale from its own amax history. Outputs are stored as usual.
 //!
-//! The simulation is a hook that rounds activations and gradients in place, and rounded copies of the blocks' weights. So the
-//! passes that inspect a step compute the same numbers, and a run without FP8 pays nothing.
+//! The simulation is a hook that rounds activations and gradients in place, and rounded copies of the blocks' weights.
+//! So the passes that inspect a step compute the same numbers, and a run without FP8 pays nothing.
 
 use crate::Result;
 use crate::engine::collective::ProcessGroup;

@@ -65,8 +65,8 @@ pub struct MemoryExtras<'a> {
     pub sample: [usize; 2],
     /// The objective, which may sample completions between the steps and have a second model as its reference.
     pub objective: Option<&'a ObjectiveSection>,
-    /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
-    /// machine.
+    /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on
+    /// every machine.
     pub threads: Option<usize>,
 }
 
@@ -142,9 +142,9 @@ impl MemoryInputs<'_> {
         Ok(MemoryEstimate { weights, masters, gradients, adam, activations, scratch, scores, probe: 0 })
     }
 
-    /// The bytes of a second model in addition to `own`. It is kept if it reads sampled completions; otherwise it is dropped before
-    /// the first step. Its masters are dropped as soon as it is loaded. Until the first step, a CPU has not touched the buffers of
-    /// a step.
+    /// The bytes of a second model in addition to `own`. It is kept if it reads sampled completions; otherwise it is
+    /// dropped before the first step. Its masters are dropped as soon as it is loaded. Until the first step, a CPU has
+    /// not touched the buffers of a step.
     fn reference_bytes(&self, objective: &ObjectiveSection, own: &MemoryEstimate) -> Result<u64> {
         let Self { layout: DistributedLayout { world_size, on_gpu, .. }, policy, shape: [batch, seq_len, _], .. } =
             *self;
@@ -166,9 +166,9 @@ impl MemoryInputs<'_> {
         Ok(kept.max((model + masters).saturating_sub(untouched)))
     }
 
-    /// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
-    /// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
-    /// blocks of a base are shared.
+    /// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate
+    /// workspace and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients
+    /// if they are sharded. The blocks of a base are shared.
     fn probe_bytes(&self) -> Result<u64> {
         let Self { layout, spec, policy, shape: [batch, seq_len, _], .. } = *self;
         let DistributedLayout { world_size, sharding, on_gpu, .. } = layout;
@@ -191,8 +191,8 @@ impl MemoryInputs<'_> {
             + base)
     }
 
-    /// Bytes of the packing buffers of matrix products for micro-batches on `threads` threads. They depend on the CPU: without
-    /// BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same buffers.
+    /// Bytes of the packing buffers of matrix products for micro-batches on `threads` threads. They depend on the CPU:
+    /// without BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same buffers.
     fn packed_bytes(&self, probes: bool, threads: usize) -> Result<u64> {
         let [batch, seq_len, _] = self.shape;
         let mut products = self.spec.gemm_shapes(self.policy, batch * seq_len)?;
@@ -261,7 +261,8 @@ pub(super) struct MemoryLimit<'a> {
 }
 
 impl MemoryLimit<'_> {
-    /// The bytes that this configuration takes in each process with batches of `batch` samples and other kept activations.
+    /// The bytes that this configuration takes in each process with batches of `batch` samples and other kept
+    /// activations.
     fn required_bytes(&self, config: &Config, batch: usize, keep: Checkpointing) -> Result<u64> {
         let Self { spec, kernels, layout, .. } = *self;
         let train = &config.train;
@@ -287,8 +288,8 @@ impl MemoryLimit<'_> {
         largest_batch(self.available, |batch| self.required_bytes(config, batch, keep).unwrap_or(u64::MAX))
     }
 
-    /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
-    /// fit. Fails with [`Error::Config`] naming the bytes needed and available.
+    /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that
+    /// would fit. Fails with [`Error::Config`] naming the bytes needed and available.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let train = &config.train;
         let keep = train.gradient_checkpointing.into();
@@ -351,9 +352,9 @@ impl MemoryLimit<'_> {
         options
     }
 
-    /// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every parameter
-    /// several times per batch size, which takes seconds for thousands of blocks. Fails with [`Error::Config`] naming the
-    /// bytes needed and available.
+    /// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every
+    /// parameter several times per batch size, which takes seconds for thousands of blocks. Fails with
+    /// [`Error::Config`] naming the bytes needed and available.
     pub(super) fn check_weights(&self, config: &Config) -> Result<()> {
         let count = self.spec.parameter_count();
         let dtype = config.dtype.compute;
@@ -369,8 +370,8 @@ impl MemoryLimit<'_> {
     }
 
     /// The first variant of `config` that fits, and a description of the changes. The variants have the same number of
-    /// sequences per step in smaller micro-batches, or, if one sequence does not fit, with gradient checkpointing. Returns `config`
-    /// unchanged if no change is needed or possible.
+    /// sequences per step in smaller micro-batches, or, if one sequence does not fit, with gradient checkpointing.
+    /// Returns `config` unchanged if no change is needed or possible.
     pub(super) fn fitted(&self, config: &Config) -> Result<(Config, Option<String>)> {
         let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
         for per_block in [config.train.gradient_checkpointing, true] {

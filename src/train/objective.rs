@@ -1,8 +1,8 @@
 //! The training signal: turns the log-probabilities of a batch's targets into the factor of each target's gradient.
 //!
 //! Every objective is a function of log-probabilities. The gradient of the logits is each target's gradient of the
-//! cross-entropy times a weight, the derivative of the loss with respect to minus the target's log-probability. It takes
-//! one more pass of the head, and neither a separate backward pass nor a second model.
+//! cross-entropy times a weight, the derivative of the loss with respect to minus the target's log-probability. It
+//! takes one more pass of the head, and neither a separate backward pass nor a second model.
 
 mod loss;
 mod reference;
@@ -295,7 +295,8 @@ impl Objective {
         Ok((ratios.sum::<f64>() / policy.len().max(1) as f64).max(0.0))
     }
 
-    /// Computes the weights of a micro-batch's targets after its forward pass; with log-probabilities by a pass of the head.
+    /// Computes the weights of a micro-batch's targets after its forward pass; with log-probabilities by a pass of the
+    /// head.
     pub(super) fn weigh(&mut self, pass: BatchPass<'_>, workspace: &Workspace) -> candle_core::Result<()> {
         if self.settings.kind.needs_log_probs() {
             pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;

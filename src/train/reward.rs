@@ -1,7 +1,7 @@
 //! Rewards of sampled completions: built-in rules, or a program that stays running.
 //!
-//! The program reads a line of JSON per completion and writes a line with a number. A program that ends, takes too long or
-//! writes something else is started again, and reads the completion a second time.
+//! The program reads a line of JSON per completion and writes a line with a number. A program that ends, takes too long
+//! or writes something else is started again, and reads the completion a second time.
 
 use crate::data::{entries, read_json};
 use crate::train::config::ObjectiveSection;
@@ -76,8 +76,8 @@ pub(crate) enum Reward {
 }
 
 impl Reward {
-    /// The reward that a setting names; a program runs in `folder`, if it exists. Fails with [`Error::Config`] for a pattern or
-    /// a length that is none.
+    /// The reward that a setting names; a program runs in `folder`, if it exists. Fails with [`Error::Config`] for a
+    /// pattern or a length that is none.
     pub(crate) fn new(rule: &str, folder: Option<&Path>) -> Result<Self> {
         let wrong = |message: String| Err(Error::config("objective.reward", message));
         match rule.split_once(':') {

@@ -1,8 +1,8 @@
-//! The data source of objectives that reward completions: replaces a batch of prompts by groups of completions, which the
-//! current weights generate and a [`Reward`] judges.
+//! The data source of objectives that reward completions: replaces a batch of prompts by groups of completions, which
+//! the current weights generate and a [`Reward`] judges.
 //!
-//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group. So each
-//! of several processes samples a part of the prompts.
+//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group.
+//! So each of several processes samples a part of the prompts.
 
 use crate::data::{Batch, EvalLoader, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
 use crate::engine::kernels::machine::spin::with_spinning_workers;
@@ -152,8 +152,8 @@ impl Rollouts {
         }))
     }
 
-    /// Rejects prompts without the right answer that the reward needs, so that a run does not end at one of them. `origin` is
-    /// the name of the prompts in the error.
+    /// Rejects prompts without the right answer that the reward needs, so that a run does not end at one of them.
+    /// `origin` is the name of the prompts in the error.
     pub(super) fn check_answers(&self, mut prompts: EvalLoader, origin: &str) -> Result<()> {
         if !matches!(self.reward, Reward::Exact) {
             return Ok(());
@@ -230,8 +230,8 @@ impl Rollouts {
         Ok(records)
     }
 
-    /// Rewards one completion, of the likeliest tokens, for each prompt of the batches that `next` returns. The loss is minus the
-    /// mean reward.
+    /// Rewards one completion, of the likeliest tokens, for each prompt of the batches that `next` returns. The loss is
+    /// minus the mean reward.
     pub(super) fn evaluate(
         &mut self,
         engine: &mut TrainEngine,

@@ -19,8 +19,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler of up to `train.sample_tokens` tokens after `train.prompt`, limited by the model's context; `None` if that
-    /// is 0. An empty prompt is the end-of-text token.
+    /// A sampler of up to `train.sample_tokens` tokens after `train.prompt`, limited by the model's context; `None` if
+    /// that is 0. An empty prompt is the end-of-text token.
     pub fn new(
         model: &Decoder,
         config: &Config,

@@ -338,8 +338,8 @@ pub fn datasets(
     })
 }
 
-/// The rows that `sets` keep of the training data and of the validation data, by the numbers of their sequences in a mixture. If one
-/// text validates all sets, its rows repeat.
+/// The rows that `sets` keep of the training data and of the validation data, by the numbers of their sequences in a
+/// mixture. If one text validates all sets, its rows repeat.
 pub(super) fn take_rows(sets: &mut [(Dataset, f64)]) -> [Vec<Arc<str>>; 2] {
     let mut all = <[Vec<Arc<str>>; 2]>::default();
     for (set, _) in sets {
@@ -390,8 +390,8 @@ pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result
     Ok((training, validation))
 }
 
-/// The loaders of the training rows and of the validation rows, after a preview of the samples. Without validation, the latter reads
-/// nothing.
+/// The loaders of the training rows and of the validation rows, after a preview of the samples. Without validation, the
+/// latter reads nothing.
 pub(super) fn loaders(
     config: &Config,
     sets: &[(Dataset, f64)],
@@ -443,8 +443,8 @@ pub fn with_loader<T>(
     Ok(loaded)
 }
 
-/// Opens the device of one of the processes with the kernels of all, and connects their GPUs if each has one. All processes call it
-/// together.
+/// Opens the device of one of the processes with the kernels of all, and connects their GPUs if each has one. All
+/// processes call it together.
 pub fn open_device(
     group: Arc<dyn ProcessGroup>,
     config: &Config,
@@ -512,8 +512,8 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
     Ok(())
 }
 
-/// The engine of one process of `group` for `config` at its first step, from initial masters and their working copy, on the
-/// device of both and with its `kernels`.
+/// The engine of one process of `group` for `config` at its first step, from initial masters and their working copy, on
+/// the device of both and with its `kernels`.
 pub fn engine(
     group: Arc<dyn ProcessGroup>,
     config: &Config,

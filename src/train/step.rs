@@ -1,5 +1,5 @@
-//! One step of mixed-precision training (Micikevicius et al., 2018). FP32, FP16 and BF16 differ only in the policy and in
-//! `GradScaler::disabled()`.
+//! One step of mixed-precision training (Micikevicius et al., 2018). FP32, FP16 and BF16 differ only in the policy and
+//! in `GradScaler::disabled()`.
 
 use crate::data::Batch;
 use crate::engine::collective::{ProcessGroup, gather};
@@ -32,8 +32,8 @@ pub(super) enum BatchLosses {
 }
 
 impl Passes<'_> {
-    /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does nothing during
-    /// them.
+    /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does
+    /// nothing during them.
     fn may_record(&self, also: &dyn Hook) -> bool {
         let host_acts = self.objective.settings.kind.needs_log_probs()
             || self.hook.is_active()
@@ -43,8 +43,9 @@ impl Passes<'_> {
         !host_acts && !self.weights.device().is_cpu()
     }
 
-    /// Computes the gradients of micro-batch `index` of the step after `self.counters`. `also` receives every tensor, and `collect`
-    /// the gradients of each block when they are complete. Returns the losses and the time of the forward pass.
+    /// Computes the gradients of micro-batch `index` of the step after `self.counters`. `also` receives every tensor,
+    /// and `collect` the gradients of each block when they are complete. Returns the losses and the time of the forward
+    /// pass.
     pub(super) fn micro_batch(
         &mut self,
         index: usize,
@@ -88,7 +89,8 @@ impl Passes<'_> {
             // 1. Forward in the compute type; the loss in FP32.
             model.forward(weights, batch.tokens(), mode, workspace, hook)?;
             forward = clock.elapsed();
-            // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
+            // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is
+            //    FP32.
             if weighs_after_forward {
                 objective.weigh(pass, workspace)?;
             }
@@ -121,8 +123,8 @@ impl Passes<'_> {
         }
         let factors = LossFactors::new(self.scaler.scale(), self.objective, micro_batches);
         let mut time = StepTimings::default();
-        // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes. It
-        // receives a block's while it computes those of the blocks below.
+        // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of
+        // processes. It receives a block's while it computes those of the blocks below.
         let turns = self.grads.begin_accumulation(micro_batches.len())?;
         let group = self.group;
         let kernels = self.model.kernels();
@@ -175,8 +177,8 @@ impl Passes<'_> {
         Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
     }
 
-    /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the losses of
-    /// this process, and `seconds` those of its passes and its exchanges.
+    /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the
+    /// losses of this process, and `seconds` those of its passes and its exchanges.
     fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
         let mut figures = seconds.to_vec();
         let len = LossSums::len(self.objective.settings.kind);

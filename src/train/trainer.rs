@@ -149,9 +149,9 @@ fn is_multiple(step: u64, every: u64) -> bool {
 }
 
 impl Trainer {
-    /// A run of `config` in the processes of `group`, which call it together, from its first step or continued from `checkpoint`.
-    /// It writes nothing until [`Trainer::attach`]. An error names the field in which model, policy or data differ from the
-    /// checkpoint's.
+    /// A run of `config` in the processes of `group`, which call it together, from its first step or continued from
+    /// `checkpoint`. It writes nothing until [`Trainer::attach`]. An error names the field in which model, policy or
+    /// data differ from the checkpoint's.
     pub fn new(
         group: Arc<dyn ProcessGroup>,
         config: Config,
@@ -356,8 +356,8 @@ impl Trainer {
         &self.progress.changes
     }
 
-    /// Restores from the run's log the last step's loss, and whether its text was sampled, for a run that resumes with no
-    /// step left.
+    /// Restores from the run's log the last step's loss, and whether its text was sampled, for a run that resumes with
+    /// no step left.
     pub fn restore_last_step(&mut self, history: &RunState) {
         let step = self.engine.state.counters.step;
         self.progress.sampled_at = history.samples.iter().any(|sample| sample.step == step).then_some(step);
@@ -365,7 +365,8 @@ impl Trainer {
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());
     }
 
-    /// A notice that a resumed run has stopped early, or has neither a step nor an evaluation left, and how to continue it.
+    /// A notice that a resumed run has stopped early, or has neither a step nor an evaluation left, and how to continue
+    /// it.
     pub fn nothing_left(&self) -> Option<String> {
         let RunEnd { step, total_steps, length: (flag, now), .. } = self.end();
         if self.progress.stopped_early {
@@ -587,8 +588,8 @@ impl Trainer {
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
-    /// has a target: samples without one are in no row.
+    /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer.
+    /// Each batch has a target: samples without one are in no row.
     fn next_batches(&mut self) -> DataPosition {
         let position = self.loader.position();
         if self.has_kept_completions() {

@@ -57,7 +57,8 @@ impl RecordedRun {
         .map(drop)
     }
 
-    /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote it.
+    /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote
+    /// it.
     pub fn config_after(&self, step: u64) -> Option<String> {
         let (_, config) = self.configs.iter().rfind(|(first, _)| *first <= step)?;
         serde_json::from_value::<Config>(config.clone()).ok()?.to_toml().ok()
@@ -69,9 +70,9 @@ impl RecordedRun {
         resumed.filter(|first| self.config_after(*first) != self.config_after(from)).min()
     }
 
-    /// Repeats the steps with `trainer` up to step `to`, compares them with those that were read, and writes its checkpoints into
-    /// `folder`. Returns a description of the first difference. `run` has those checkpoints of the recorded run that still exist.
-    /// Fails with [`Error::Config`] if the settings changed before the difference.
+    /// Repeats the steps with `trainer` up to step `to`, compares them with those that were read, and writes its
+    /// checkpoints into `folder`. Returns a description of the first difference. `run` has those checkpoints of the
+    /// recorded run that still exist. Fails with [`Error::Config`] if the settings changed before the difference.
     pub fn repeat(
         &self,
         trainer: &mut Trainer,

@@ -1,4 +1,5 @@
-//! Output in ASCII: the equivalents of the other characters that screens and pages use, and the terminals that need them.
+//! Output in ASCII: the equivalents of the other characters that screens and pages use, and the terminals that need
+//! them.
 
 /// The ASCII equivalent of a character; `?` if it has none, as in generated text.
 pub(crate) fn to_ascii(c: char) -> char {
@@ -44,8 +45,8 @@ pub(super) fn locale_lacks_unicode() -> bool {
     lacks_unicode(|name| std::env::var(name).ok())
 }
 
-/// The first variable that is not empty decides, as for `setlocale`. Containers often set none, but their terminals have
-/// UTF-8.
+/// The first variable that is not empty decides, as for `setlocale`. Containers often set none, but their terminals
+/// have UTF-8.
 fn lacks_unicode(env: impl Fn(&str) -> Option<String>) -> bool {
     let mut locale = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().filter_map(env).filter(|locale| !locale.is_empty());
     locale.next().is_some_and(|locale| !locale.to_lowercase().replace('-', "").contains("utf8"))

@@ -198,7 +198,8 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
-/// Shortens a tensor's long name: by the words before the block's number, then in the middle, because the end names the tensor.
+/// Shortens a tensor's long name: by the words before the block's number, then in the middle, because the end names the
+/// tensor.
 pub(crate) fn shortened_name(name: &str, width: usize) -> String {
     let fits = |name: &str| name.chars().count() <= width;
     let name = name.split_once("layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);

@@ -1,5 +1,5 @@
-//! Self-contained HTML pages, without scripts, fonts or other files: their frame and style, tables, and charts as inline SVG.
-//! They support light and dark mode, and are well-formed XML.
+//! Self-contained HTML pages, without scripts, fonts or other files: their frame and style, tables, and charts as
+//! inline SVG. They support light and dark mode, and are well-formed XML.
 
 use super::format::{decimals, decimals_for};
 use crate::telemetry::{Bucket, Series, StepSeries};

@@ -117,7 +117,8 @@ impl Page {
         self.push(Line::new().with(role, line));
     }
 
-    /// Draws on a rectangle of `width` × `height` cells, and adds them as lines. `roles` are all roles that `draw` uses.
+    /// Draws on a rectangle of `width` × `height` cells, and adds them as lines. `roles` are all roles that `draw`
+    /// uses.
     pub(crate) fn drawn(&mut self, (width, height): (u16, u16), roles: &[Role], draw: impl FnOnce(&mut Canvas)) {
         let area = Rect::new(0, 0, width, height);
         let mut buffer = Buffer::empty(area);

@@ -107,8 +107,8 @@ impl Ruler {
             .map(|exponent| self.column(exponent))
     }
 
-    /// Draws the histogram as bars of log10 of the counts, on `height` rows from `y`, with the outline of another one over it.
-    /// Returns the count of the highest bar.
+    /// Draws the histogram as bars of log10 of the counts, on `height` rows from `y`, with the outline of another one
+    /// over it. Returns the count of the highest bar.
     pub(crate) fn bars(
         &self,
         canvas: &mut Canvas,

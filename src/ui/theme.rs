@@ -127,8 +127,8 @@ pub struct Theme {
 }
 
 impl Theme {
-    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI. `ascii`,
-    /// or a locale without UTF-8, replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
+    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
+    /// `ascii`, or a locale without UTF-8, replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
     pub fn from_env(ascii: bool, scheme: Option<ColorScheme>) -> Self {
         let scheme = scheme.unwrap_or_else(|| ColorScheme::from_env(|name| std::env::var(name).ok()));
         Self { palette: Palette::from_env(), scheme, ascii: ascii || locale_lacks_unicode() }
@@ -156,8 +156,8 @@ impl Theme {
         }
     }
 
-    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker variants
-    /// with a contrast of at least 4.5:1 to white.
+    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker
+    /// variants with a contrast of at least 4.5:1 to white.
     pub(crate) fn style(self, role: Role) -> Style {
         let inks = match self.scheme {
             ColorScheme::Dark => &DARK,

@@ -1,8 +1,8 @@
 //! Runs risky work in a subprocess: this program again, with the name of the work as its first argument.
 //!
 //! Some crates trust the sizes in a file, and a failed allocation aborts the process; a kernel that misbehaves on a GPU
-//! ruins the process's context or hangs. In a subprocess, only the subprocess ends. Other programs that use this library
-//! do not have such an argument and run the work in their own process.
+//! ruins the process's context or hangs. In a subprocess, only the subprocess ends. Other programs that use this
+//! library do not have such an argument and run the work in their own process.
 
 use crate::{Error, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -70,9 +70,9 @@ pub(crate) fn outside_job(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The command of a user's program, whose text is split at spaces; `key` names the setting, and `folder` the one to run in, if not
-/// this process's. The program is not a process of this job, in case it uses `accelerate`. Fails with [`Error::Config`] if the
-/// program does not exist.
+/// The command of a user's program, whose text is split at spaces; `key` names the setting, and `folder` the one to run
+/// in, if not this process's. The program is not a process of this job, in case it uses `accelerate`. Fails with
+/// [`Error::Config`] if the program does not exist.
 pub(crate) fn command_of(text: &str, key: &str, folder: Option<&Path>) -> Result<Command> {
     let mut words = text.split_whitespace();
     let Some(program) = words.next() else {

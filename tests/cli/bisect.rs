@@ -1,7 +1,7 @@
 //! `finetune bisect`: the cost of 16 bits in a step, compared with PyTorch, with the run's own step, and in training.
 //!
-//! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one. Without it the
-//! test prints a message and passes, except in CI, where it fails.
+//! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one.
+//! Without it the test prints a message and passes, except in CI, where it fails.
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::python::{python, run_script};
@@ -45,8 +45,8 @@ fn the_costs_are_those_of_pytorch_in_three_families() {
     fixture.write("cases.json", json!(cases).to_string());
     let theirs = run_script(&python, "rounding_cost.py", &[fixture.path("cases.json").as_os_str()]);
     for ((name, found), expected) in names.iter().zip(&ours).zip(theirs.as_array().unwrap()) {
-        // FP32 and FP64 round some values near a tie differently, and each such value changes later ones. Measured: up to 4 and
-        // 8 % for one site, 18 and 33 % for all.
+        // FP32 and FP64 round some values near a tie differently, and each such value changes later ones. Measured: up
+        // to 4 and 8 % for one site, 18 and 33 % for all.
         let close = |what: &str, found: &Value, expected: &Value, bound: f64| {
             for (measure, bound) in [("relative", bound), ("direction", 2.0 * bound)] {
                 let [found, expected] = [found, expected].map(|error| error[measure].as_f64().unwrap());

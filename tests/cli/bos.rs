@@ -1,5 +1,5 @@
-//! The BOS and end-of-text tokens: which ones a model has, and that training, evaluation, generation, chat and export agree on
-//! them.
+//! The BOS and end-of-text tokens: which ones a model has, and that training, evaluation, generation, chat and export
+//! agree on them.
 
 use super::evaluate::{ask_transformers, with_tokenizer};
 use crate::common::cli_fixture::CliFixture;
@@ -11,8 +11,8 @@ use std::fs;
 
 const BOS: u32 = 26;
 
-/// A model folder whose tokenizer of one-letter words has `<s>`. `added` is whether its post-processor adds it, and `key` the
-/// value of `add_bos_token`.
+/// A model folder whose tokenizer of one-letter words has `<s>`. `added` is whether its post-processor adds it, and
+/// `key` the value of `add_bos_token`.
 fn model(added: bool, key: Option<bool>) -> CliFixture {
     let fixture = with_tokenizer("untied");
     let file = fixture.path("tokenizer.json");

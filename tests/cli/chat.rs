@@ -203,8 +203,8 @@ fn an_endless_line_is_refused() {
     assert!(code == Some(2) && complaint.contains("standard input: a line has 1 MiB or more"), "{complaint}");
 }
 
-/// Starts a chat on a pseudo-terminal after `prepare`, drives it by `script`, and prints its exit code, or minus its signal. Both
-/// are Python.
+/// Starts a chat on a pseudo-terminal after `prepare`, drives it by `script`, and prints its exit code, or minus its
+/// signal. Both are Python.
 fn chat_on_terminal(prepare: &str, script: &str) -> Option<String> {
     let fork = r#"
 import os, pty, signal, sys
@@ -277,7 +277,8 @@ os.kill(pid, signal.SIGTERM)
     assert!(chat_on_terminal("", &[EDIT, paste].concat()).is_none_or(|code| code == "-15\n"));
 }
 
-/// Regression: a chat whose terminal was closed kept a core busy for ever, and one that read half of a paste did not end.
+/// Regression: a chat whose terminal was closed kept a core busy for ever, and one that read half of a paste did not
+/// end.
 #[test]
 fn a_chat_that_waits_for_keys_ends_with_its_terminal_or_by_a_signal() {
     let close = "os.close(terminal)\n";

@@ -194,7 +194,8 @@ fn many_runs_fit_a_narrow_page() {
     assert!(text.contains("r6") && text.matches("tokens lost").count() > 1, "{text}");
 }
 
-/// The figures of a run, counted by hand: the scale grows at steps 20 and 40, overflows at 41, grows at 61 at the earliest.
+/// The figures of a run, counted by hand: the scale grows at steps 20 and 40, overflows at 41, grows at 61 at the
+/// earliest.
 #[test]
 fn figures_are_counted() {
     let runs = Runs::new();

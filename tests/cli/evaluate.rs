@@ -67,7 +67,8 @@ fn measure(
 /// A model folder, a text, the length of windows, and strides.
 pub(super) type WindowCase = (PathBuf, PathBuf, usize, Vec<usize>);
 
-/// The losses by transformers for each stride of each case. One process computes all, because it takes seconds to start.
+/// The losses by transformers for each stride of each case. One process computes all, because it takes seconds to
+/// start.
 pub(super) fn ask_transformers(python: &Path, cases: &[WindowCase]) -> serde_json::Value {
     let file = tempfile::NamedTempFile::new().unwrap();
     serde_json::to_writer(&file, cases).unwrap();
@@ -194,8 +195,8 @@ fn the_command_prints_the_librarys_figures() {
     assert_eq!((&report["seq_len"], &report["stride"]), (&8.into(), &4.into()));
 }
 
-/// PEFT's adapters of one part of a fused product, in every layer or in one: `eval` finds the loss of the merged model, and
-/// `generate` runs.
+/// PEFT's adapters of one part of a fused product, in every layer or in one: `eval` finds the loss of the merged model,
+/// and `generate` runs.
 #[test]
 fn an_adapter_of_one_projection_is_evaluated() {
     let fixture = with_tokenizer("families/llama");

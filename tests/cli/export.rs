@@ -291,8 +291,8 @@ fn runs_of_spaces_are_the_same_tokens_in_a_gguf_file() {
     assert_eq!(content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap()[3].to_string().unwrap(), "  ");
 }
 
-/// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that llama.cpp
-/// supports.
+/// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that
+/// llama.cpp supports.
 fn families(folder: &Path) -> Vec<TrainedModel> {
     let names = [
         "llama",
@@ -335,8 +335,8 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     models
 }
 
-/// Rows whose length is no multiple of 32 stay in FP16 in a file of `Q8_0`: all rows except in `o_proj` of four families
-/// and `w2` of LFM2, whose rounding moves logits by up to 1e-2.
+/// Rows whose length is no multiple of 32 stay in FP16 in a file of `Q8_0`: all rows except in `o_proj` of four
+/// families and `w2` of LFM2, whose rounding moves logits by up to 1e-2.
 #[test]
 fn every_family_comes_back_from_a_gguf_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -380,7 +380,8 @@ fn a_llama_of_uneven_width_comes_back_from_a_gguf_file_as_a_mistral() {
     assert_eq!((again.family, again.sliding), (trained.spec.family, None));
 }
 
-/// Experts in MXFP4 are read from a folder and from a GGUF file with the numbers that transformers and the package `gguf` give them.
+/// Experts in MXFP4 are read from a folder and from a GGUF file with the numbers that transformers and the package
+/// `gguf` give them.
 #[test]
 fn experts_in_mxfp4_are_read_as_transformers_reads_them() {
     let Some(python) = python_with("gguf") else { return };
@@ -474,8 +475,9 @@ fn what_gguf_has_no_word_for_is_refused() {
     assert!(message.contains("only GGUF files support quantized blocks"), "{message}");
 }
 
-/// A Mistral, a Qwen 3 and a Gemma 3 without what transformers takes from its defaults and not from a GGUF file: windows of a
-/// Mistral, Qwen 3's heads of 128, and Gemma 3's scale of attention, bases, and pattern of windows, one layer of six without.
+/// A Mistral, a Qwen 3 and a Gemma 3 without what transformers takes from its defaults and not from a GGUF file:
+/// windows of a Mistral, Qwen 3's heads of 128, and Gemma 3's scale of attention, bases, and pattern of windows, one
+/// layer of six without.
 fn readable_relatives(folder: &Path) -> [TrainedModel; 3] {
     let full = serde_json::json!({"rope_theta": 1e6, "rope_type": "default"});
     let sliding = serde_json::json!({"rope_theta": 1e4, "rope_type": "default"});
@@ -521,7 +523,8 @@ fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> 
 fn transformers_reads_every_familys_gguf_file_as_we_do() {
     let Some(python) = python_with("gguf") else { return };
     let folder = tempfile::tempdir().unwrap();
-    // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows.
+    // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases
+    // and windows.
     let models = ["families/llama", "families/qwen2"].map(|name| model(name, folder.path()));
     let models: Vec<TrainedModel> = models.into_iter().chain(readable_relatives(folder.path())).collect();
     let ids = ids(&models[0], 12);

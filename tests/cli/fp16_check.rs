@@ -52,7 +52,8 @@ fn the_verdict_is_what_training_shows() {
     let finished = of_kind!(fixture.events("plain"), Event::Finished).next().unwrap();
     assert!(finished.skipped <= 2, "{finished:?}");
 
-    // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
+    // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are
+    // named.
     let masters = model.weights(Dtype::F32).unwrap();
     let inner = model.spec.intermediate_size;
     let width = model.spec.hidden_size;

@@ -47,10 +47,10 @@ fn the_libraries_compute_the_same_figures() {
     }
 }
 
-/// Fed a run's largest gradients, the closed loop has the run's overflows: the same steps, the same scales. An FP32 probe
-/// before each step measures max|g| whether the step then overflows or not, so that nothing but scale × max|g| decides: with this
-/// seed it always is a tenth or more from FP16's limit, where roundings would decide. Without probes an overflow tells only that its
-/// scale was too large.
+/// Fed a run's largest gradients, the closed loop has the run's overflows: the same steps, the same scales. An FP32
+/// probe before each step measures max|g| whether the step then overflows or not, so that nothing but scale × max|g|
+/// decides: with this seed it always is a tenth or more from FP16's limit, where roundings would decide. Without probes
+/// an overflow tells only that its scale was too large.
 #[test]
 fn the_loop_reproduces_a_runs_overflows() {
     let fixture = CliFixture::empty();

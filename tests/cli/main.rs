@@ -1,4 +1,5 @@
-//! The program as its users have it: commands, messages, files, the terminal. One program, because each links everything once more.
+//! The program as its users have it: commands, messages, files, the terminal. One program, because each links
+//! everything once more.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,

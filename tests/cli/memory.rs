@@ -70,8 +70,8 @@ fn tiny() {
     }
 }
 
-/// A vocabulary of 50,257 tokens over a model of a few million weights: the tokenizer takes as much as a third of the whole.
-/// Once from a folder, whose file is mapped while its weights are read, once with FP32 probes, once resumed.
+/// A vocabulary of 50,257 tokens over a model of a few million weights: the tokenizer takes as much as a third of the
+/// whole. Once from a folder, whose file is mapped while its weights are read, once with FP32 probes, once resumed.
 #[test]
 fn a_large_vocabulary_with_and_without_probes() {
     let folder = tempfile::tempdir().unwrap();
@@ -105,8 +105,8 @@ fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
     save(folder, &spec, Tokenizer::byte().json())
 }
 
-/// Twelve million weights: whole with 16 bytes each, or ten with moments in 8 bits; under adapters with two, and with one where they
-/// stay in blocks.
+/// Twelve million weights: whole with 16 bytes each, or ten with moments in 8 bits; under adapters with two, and with
+/// one where they stay in blocks.
 #[test]
 fn adapters_are_predicted_as_such() {
     let fixture = CliFixture::empty();
@@ -126,7 +126,8 @@ fn adapters_are_predicted_as_such() {
     check(&format!("{shape} {quantized} --lora r=8,alpha=16 --set train.sample_tokens=900"), TOLERANCE);
 }
 
-/// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the rest.
+/// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the
+/// rest.
 #[test]
 fn a_frozen_table_is_read_in_parts() {
     let fixture = CliFixture::empty();

@@ -1,5 +1,5 @@
-//! Runs that save memory: adapters, 8-bit moments, BF16 without masters. Killed and resumed bit for bit, exported to PEFT's format,
-//! merged, and refused if they make no sense.
+//! Runs that save memory: adapters, 8-bit moments, BF16 without masters. Killed and resumed bit for bit, exported to
+//! PEFT's format, merged, and refused if they make no sense.
 
 use super::evaluate::with_tokenizer;
 use crate::common::cli_fixture::CliFixture;
@@ -183,7 +183,8 @@ fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64
     expected
 }
 
-/// Logits that are not finite are an error: a maximum that ignores them would print no difference, and a loss would be `NaN`.
+/// Logits that are not finite are an error: a maximum that ignores them would print no difference, and a loss would be
+/// `NaN`.
 #[test]
 fn logits_that_are_not_finite_are_an_error() {
     let fixture = fixture();

@@ -1,5 +1,5 @@
-//! Conversations as they are trained on, token by token against transformers' `apply_chat_template`: texts of the templates that
-//! models are published with, and masks of our training templates.
+//! Conversations as they are trained on, token by token against transformers' `apply_chat_template`: texts of the
+//! templates that models are published with, and masks of our training templates.
 
 use crate::common::python::{python, run_script};
 use finetune::Error;
@@ -298,7 +298,8 @@ fn a_template_that_leaves_out_answers_in_parts_is_refused() {
     assert_eq!(ChatFormat::new(source, "parts", &tokens()).render(&parts, None, true).unwrap().text, "y");
 }
 
-/// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another one.
+/// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another
+/// one.
 #[test]
 fn a_template_that_differs_in_one_role_is_not_taken_for_a_built_in_one() {
     let source = built_in("chatml").replace("{%- generation %}", "").replace("{%- endgeneration %}", "");

@@ -1,7 +1,7 @@
 //! The dashboard and the lab in a real terminal (tmux), which must be restored after every kind of exit.
 //!
-//! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
-//! tmux these tests are skipped with a message, except in CI, where they fail.
+//! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`.
+//! Without tmux these tests are skipped with a message, except in CI, where they fail.
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::skip;
@@ -29,8 +29,8 @@ const SECOND_REQUEST: Duration = Duration::from_millis(1100);
 static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
     let mut build = launch::command(env!("CARGO"));
     build.args(["build", "--quiet", "--example", "dashboard_demo"]);
-    // Cargo sets variables for a test that it does not have itself. ring's build script would run again for their sake, here and at
-    // the next build, and the compiler for all that depends on it.
+    // Cargo sets variables for a test that it does not have itself. ring's build script would run again for their sake,
+    // here and at the next build, and the compiler for all that depends on it.
     let of_test = |name: &OsString| {
         let name = name.to_string_lossy();
         name == "OUT_DIR" || name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
@@ -90,7 +90,8 @@ impl Terminal {
         self.run(&format!("clear; {} {line}", env!("CARGO_BIN_EXE_finetune")));
     }
 
-    /// Quits a screen without training, and checks the terminal. Keys typed before the prompt is back would go to the screen.
+    /// Quits a screen without training, and checks the terminal. Keys typed before the prompt is back would go to the
+    /// screen.
     fn quit(&self) {
         self.keys(&["q"]);
         self.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));

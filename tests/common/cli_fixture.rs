@@ -47,7 +47,8 @@ impl CliFixture {
         fs::write(path, contents).unwrap();
     }
 
-    /// A Hugging Face folder with the weights of `tests/golden/deep` and a tokenizer of bytes, its configuration changed.
+    /// A Hugging Face folder with the weights of `tests/golden/deep` and a tokenizer of bytes, its configuration
+    /// changed.
     pub(crate) fn model(&self, name: &str, change: impl FnOnce(&mut Value)) {
         let (golden, mut config) = (golden::path("deep"), golden::config("deep"));
         change(&mut config);

@@ -37,8 +37,8 @@ pub(crate) fn max_difference(value: &Tensor, truth: &Tensor) -> f64 {
     furthest(&values(value), &values(truth))
 }
 
-/// The L2 norm of the difference divided by the norm of `truth`; 0 if both are zero. The shapes must be the same, and all values
-/// finite.
+/// The L2 norm of the difference divided by the norm of `truth`; 0 if both are zero. The shapes must be the same, and
+/// all values finite.
 pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(value.dims(), truth.dims());
     let difference = norm_of_difference(value, truth);
@@ -47,8 +47,8 @@ pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
 
 /// `tensors` with the key third of every `c_attn.bias` under a separate name, `….c_attn.bias[key]`.
 ///
-/// Softmax is invariant to a constant added to all scores of a row, so this third's true gradient is zero, and the computed
-/// one is rounding noise, which Adam divides by itself.
+/// Softmax is invariant to a constant added to all scores of a row, so this third's true gradient is zero, and the
+/// computed one is rounding noise, which Adam divides by itself.
 pub(crate) fn key_bias_apart(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let mut apart = BTreeMap::new();
     for (name, tensor) in tensors {

@@ -153,8 +153,8 @@ impl Case {
         assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", self.name);
     }
 
-    /// Asserts that rounding is all that separates half-precision gradients from this case's: 2^-11 and 2^-8 a value, times the
-    /// depth.
+    /// Asserts that rounding is all that separates half-precision gradients from this case's: 2^-11 and 2^-8 a value,
+    /// times the depth.
     pub(crate) fn assert_half_precision_gradients(&self, [fp16, bf16]: [f64; 2]) {
         for (policy, tolerance) in [(PrecisionPolicy::FP16, fp16), (PrecisionPolicy::BF16, bf16)] {
             let what = format!("{} {policy}", self.name);

@@ -57,7 +57,8 @@ fn quantized(values: &Tensor, dtype: GgmlDType) -> QTensor {
     QTensor::new(QStorage::from_data(bytes.into(), &Device::Cpu, dtype).unwrap(), values.dims()).unwrap()
 }
 
-/// `base` with adapters of rank 4 at every linear layer; without DoRA also at routers and experts, which have no dropout.
+/// `base` with adapters of rank 4 at every linear layer; without DoRA also at routers and experts, which have no
+/// dropout.
 pub(crate) fn with_lora(base: &ModelSpec, dora: bool) -> ModelSpec {
     let mut targets = vec![ALL_LINEAR];
     let mut dropout = 0.1;

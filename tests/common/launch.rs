@@ -22,8 +22,8 @@ pub(crate) fn program() -> Command {
     command
 }
 
-/// Like [`Command::new`], but under `nohup` too the process does not inherit ignored signals. It is killed after [`LIMIT`], so that
-/// no test waits for ever.
+/// Like [`Command::new`], but under `nohup` too the process does not inherit ignored signals. It is killed after
+/// [`LIMIT`], so that no test waits for ever.
 pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
     static FIRST: Once = Once::new();
     FIRST.call_once(|| {

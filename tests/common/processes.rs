@@ -34,8 +34,8 @@ impl ProcessGroup for Thread {
     }
 }
 
-/// Lets this thread compute without others. The threads of a pool wait actively during a step, which slows down other tests. Results do
-/// not depend on the number of threads: `consistency` and `layers` test that.
+/// Lets this thread compute without others. The threads of a pool wait actively during a step, which slows down other
+/// tests. Results do not depend on the number of threads: `consistency` and `layers` test that.
 pub(crate) fn compute_alone() {
     thread_local! {
         static POOL: ThreadPool = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().unwrap();

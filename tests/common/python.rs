@@ -49,7 +49,8 @@ fn scripts() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python")
 }
 
-/// Starts the process that runs the scripts of this test program, and returns its socket. It ends with its standard input.
+/// Starts the process that runs the scripts of this test program, and returns its socket. It ends with its standard
+/// input.
 fn start_server(python: &Path) -> (Child, String) {
     let mut command = launch::command(python);
     command.arg(scripts().join("fork_server.py")).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());

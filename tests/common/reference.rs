@@ -85,7 +85,8 @@ pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[turned_low, turned_high], 2)?.reshape(x.shape())
 }
 
-/// `(up + 1) · gate · σ(1.702 · gate)` of pairs of gate and up in the last dimension, the gate up to 7 and up within ±7.
+/// `(up + 1) · gate · σ(1.702 · gate)` of pairs of gate and up in the last dimension, the gate up to 7 and up within
+/// ±7.
 pub(crate) fn clamped_swiglu(x: &Tensor) -> Result<Tensor> {
     let pairs = x.reshape((x.dim(0)?, (), 2))?;
     let [gate, up] = [0, 1].map(|i| pairs.narrow(2, i, 1)?.squeeze(2)?.minimum(7.0));

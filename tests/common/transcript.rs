@@ -1,7 +1,7 @@
 //! Transcripts of refused command lines and configurations, with their messages: `tests/transcripts`.
 //!
-//! A transcript is the list of its cases. To add one, write its line, `$ finetune …`, into the file and store the message with
-//! `INSTA_UPDATE=always`.
+//! A transcript is the list of its cases. To add one, write its line, `$ finetune …`, into the file and store the
+//! message with `INSTA_UPDATE=always`.
 
 use super::cli_fixture::CliFixture;
 use std::collections::BTreeMap;
@@ -50,8 +50,8 @@ fn refusal(fixture: &CliFixture, line: &str, before: &BTreeMap<PathBuf, Vec<u8>>
     complaint.trim_end().replace(&folder, "[FOLDER]")
 }
 
-/// Every file with its contents, except token caches, which depend only on the text, and lock files, which contain the last
-/// process's id.
+/// Every file with its contents, except token caches, which depend only on the text, and lock files, which contain the
+/// last process's id.
 pub(crate) fn tree(fixture: &CliFixture) -> BTreeMap<PathBuf, Vec<u8>> {
     fn walk(folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
         for entry in fs::read_dir(folder).unwrap() {

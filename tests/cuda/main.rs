@@ -1,5 +1,5 @@
-//! candle's operations on a GPU against the CPU's, for every kind that training uses. Wants a GPU, or `.ci/cuda-stand-in`'s
-//! libraries first in `LD_LIBRARY_PATH`: then candle's own kernels run on the CPU.
+//! candle's operations on a GPU against the CPU's, for every kind that training uses. Wants a GPU, or
+//! `.ci/cuda-stand-in`'s libraries first in `LD_LIBRARY_PATH`: then candle's own kernels run on the CPU.
 //!
 //!     cargo test --features cuda --test cuda
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]

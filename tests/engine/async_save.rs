@@ -25,7 +25,8 @@ fn config(policy: PrecisionPolicy) -> Config {
     config
 }
 
-/// A single process that counts the steps whose passes are done: each then asks for the job, whose communication it records.
+/// A single process that counts the steps whose passes are done: each then asks for the job, whose communication it
+/// records.
 #[derive(Debug, Default)]
 struct Counting(AtomicUsize);
 
@@ -100,8 +101,8 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
         let held = Arc::new(AtomicUsize::new(0));
         let waited = held.clone();
         let first = OnceLock::new();
-        // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the update
-        // would be, if it did not wait.
+        // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the
+        // update would be, if it did not wait.
         let disk = Disk::with_hook(move |operation, path| {
             // The first operation opens the run, before its first step.
             let before = *first.get_or_init(|| passed.0.load(Ordering::SeqCst));

@@ -107,8 +107,8 @@ fn qwen3_has_the_same_logits() {
     }
 }
 
-/// With one key head: with more, candle stores values in its cache that are not contiguous, which fails. Scores are scaled by the
-/// head size, because candle ignores `query_pre_attn_scalar`.
+/// With one key head: with more, candle stores values in its cache that are not contiguous, which fails. Scores are
+/// scaled by the head size, because candle ignores `query_pre_attn_scalar`.
 #[test]
 fn gemma3_has_the_same_logits() {
     let own = json!({

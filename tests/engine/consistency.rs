@@ -39,7 +39,8 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
     }
 }
 
-/// With the same state and batches, two runs are the same to the last bit, for any number of threads, dropout of adapters included.
+/// With the same state and batches, two runs are the same to the last bit, for any number of threads, dropout of
+/// adapters included.
 #[test]
 fn a_step_is_deterministic() {
     for case in Case::all() {
@@ -72,8 +73,9 @@ fn recomputed_blocks_change_no_bit() {
     }
 }
 
-/// A sequence decoded in pieces, over a cache, has the logits of the whole. Angles of the dynamic type depend on the tokens so far,
-/// and cached keys keep theirs, so only one piece has; `generate::` compares its pieces with transformers.
+/// A sequence decoded in pieces, over a cache, has the logits of the whole. Angles of the dynamic type depend on the
+/// tokens so far, and cached keys keep theirs, so only one piece has; `generate::` compares its pieces with
+/// transformers.
 #[test]
 fn decoding_with_a_cache_is_the_forward_pass() {
     for case in Case::all() {

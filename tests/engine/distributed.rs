@@ -60,8 +60,8 @@ const STOCHASTIC: &str = "p=bf16,c=bf16,g=bf16,r=f32";
 /// Writes a model into `folder` whose shards are cut inside of matrices.
 fn cut_model(folder: &Path) -> String {
     let tiny = ModelSpec::named("tiny").unwrap().resized(2, 64, 2);
-    // Matrices of 2.1 blocks of 65,536 elements. Many shards have no part of a matrix that ends inside of a block of 8-bit moments, or
-    // of a bias that ends inside of a block of random numbers.
+    // Matrices of 2.1 blocks of 65,536 elements. Many shards have no part of a matrix that ends inside of a block of
+    // 8-bit moments, or of a bias that ends inside of a block of random numbers.
     let spec = ModelSpec { intermediate_size: 2201, ..tiny };
     std::fs::create_dir_all(folder).unwrap();
     std::fs::write(folder.join("config.json"), spec.to_json("float32")).unwrap();
@@ -107,8 +107,8 @@ fn train_with(
     events
 }
 
-/// Asserts that each number of processes, with either sharding, gives the log and the last checkpoint of one process, and returns this log.
-/// A run of n processes is in `folder/n`.
+/// Asserts that each number of processes, with either sharding, gives the log and the last checkpoint of one process,
+/// and returns this log. A run of n processes is in `folder/n`.
 pub(crate) fn assert_same_bits(config: &Config, folder: &Path, worlds: &[usize]) -> Vec<Event> {
     let run = |world: usize, config: &Config, name: &str| train(world, config, &folder.join(name), None);
     let one = run(1, config, "1");
@@ -261,7 +261,8 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     config.train.grad_accum = 4;
     let mut whole = run::trainer(&config);
     whole.advance(1).unwrap();
-    // Each micro-batch alone: the same windows, since four of one make a step of four. Its gradient is four times as large.
+    // Each micro-batch alone: the same windows, since four of one make a step of four. Its gradient is four times as
+    // large.
     config.train.grad_accum = 1;
     config.optimizer.lr = 0.0;
     config.optimizer.weight_decay = 0.0;
@@ -384,8 +385,8 @@ impl ProcessGroup for Counted {
     }
 }
 
-/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch or each micro-batch is sent;
-/// new weights to all; statistics of blocks of 65,536 elements.
+/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch or each
+/// micro-batch is sent; new weights to all; statistics of blocks of 65,536 elements.
 #[test]
 fn a_step_sends_the_bytes_of_the_formula() {
     const STEPS: u64 = 2;

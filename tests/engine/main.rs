@@ -1,5 +1,5 @@
-//! The engine as a library: numbers against PyTorch, transformers, PEFT and candle, training as a whole, and files. One program,
-//! because each links everything once more.
+//! The engine as a library: numbers against PyTorch, transformers, PEFT and candle, training as a whole, and files. One
+//! program, because each links everything once more.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,

@@ -1,4 +1,5 @@
-//! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
+//! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed
+//! otherwise.
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::engine::POLICIES;
@@ -69,7 +70,8 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
     f64::from(logits[id as usize]) - sum.ln()
 }
 
-/// Minus the training pass's loss of each text's tokens after its prompt: one row per text, or all in one row as documents.
+/// Minus the training pass's loss of each text's tokens after its prompt: one row per text, or all in one row as
+/// documents.
 fn by_training(
     (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),
     texts: &[(Vec<u32>, usize)],
@@ -194,8 +196,8 @@ fn own_kernels_agree_exactly_and_candles_nearly() {
         assert!((found - expected).abs() < 1e-5, "token {at}: {found} {expected}");
     }
 
-    // With candle's kernels both sides round nearly the same sums, so a half type differs seldom, where a sum lies close to the
-    // middle of two numbers, and then by a unit of its last place.
+    // With candle's kernels both sides round nearly the same sums, so a half type differs seldom, where a sum lies
+    // close to the middle of two numbers, and then by a unit of its last place.
     let sequences = Sequences::sample(fp32, &prompt, (12, 100), 8, |_| ()).unwrap();
     let of = |policy| measured(&model, policy, &sequences, Arc::new(CandleKernels));
     let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));

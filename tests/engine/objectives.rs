@@ -1,5 +1,6 @@
-//! Preference tuning and GRPO compared with PyTorch: losses and their derivatives, the gradient of every parameter, ten steps of DPO; and
-//! with itself: sums over micro-batches and processes, weights of samples, the base of adapters as reference.
+//! Preference tuning and GRPO compared with PyTorch: losses and their derivatives, the gradient of every parameter, ten
+//! steps of DPO; and with itself: sums over micro-batches and processes, weights of samples, the base of adapters as
+//! reference.
 //!
 //! `tests/golden/make_preferences.py` and `make_grpo.py` make the reference values.
 
@@ -365,7 +366,8 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
     }
 }
 
-/// The reference of adapters is their base, with the bits of the model without adapters, also while they are recomputed.
+/// The reference of adapters is their base, with the bits of the model without adapters, also while they are
+/// recomputed.
 #[test]
 fn the_base_of_adapters_is_their_reference() {
     let golden = golden();
@@ -605,7 +607,8 @@ fn grpo_run(iterations: usize, beta: f64) -> Config {
     config
 }
 
-/// Also with a checkpoint between two updates on the same completions, and with the first step repeated after overflows.
+/// Also with a checkpoint between two updates on the same completions, and with the first step repeated after
+/// overflows.
 #[test]
 fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resume() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,8 @@
-//! The engine compared with PyTorch, transformers and PEFT: logits, loss, every gradient, twenty steps of AdamW, and half precision.
+//! The engine compared with PyTorch, transformers and PEFT: logits, loss, every gradient, twenty steps of AdamW, and
+//! half precision.
 //!
-//! The values are in `tests/golden`, and in `../shared/golden` if that folder exists. `make_families.py` and `make_lora.py` document
-//! the purpose of each of their cases.
+//! The values are in `tests/golden`, and in `../shared/golden` if that folder exists. `make_families.py` and
+//! `make_lora.py` document the purpose of each of their cases.
 
 use crate::common::compare::{relative, skip};
 use crate::common::engine::in_group;

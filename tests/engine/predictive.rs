@@ -1,5 +1,5 @@
-//! The predictive loss scale against the dynamic one, on three runs. The long ones print the table in `docs/numerics.md`, and
-//! check its conclusions.
+//! The predictive loss scale against the dynamic one, on three runs. The long ones print the table in
+//! `docs/numerics.md`, and check its conclusions.
 
 use crate::common::compare::gpt2_tokenizer;
 use crate::run::advanced;
@@ -73,7 +73,8 @@ fn compare(name: &str, config: &Config, steps: u64) -> [Figures; 2] {
     both
 }
 
-/// Checks the conclusions of `docs/numerics.md` from the long runs. One seed's loss varies by about as much as is allowed.
+/// Checks the conclusions of `docs/numerics.md` from the long runs. One seed's loss varies by about as much as is
+/// allowed.
 fn assert_predicted([dynamic, predictive]: &[Figures; 2]) {
     assert!(dynamic.overflows >= 2 && 10 * predictive.overflows <= dynamic.overflows, "{dynamic:?} {predictive:?}");
     assert!((predictive.loss / dynamic.loss).ln() < 0.03, "not the same loss: {dynamic:?} {predictive:?}");

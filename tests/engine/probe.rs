@@ -9,8 +9,8 @@ use std::path::Path;
 
 const STEPS: u64 = 12;
 
-/// Trains a run called `name` with everything switched on that an instrument might disturb, and with all instruments or none;
-/// gives its steps without times and measurements, and its probes.
+/// Trains a run called `name` with everything switched on that an instrument might disturb, and with all instruments or
+/// none; gives its steps without times and measurements, and its probes.
 fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<Fp32Probe>) {
     let mut config = Config::default();
     config.train.steps = Some(STEPS);

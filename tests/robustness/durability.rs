@@ -89,8 +89,8 @@ impl Running {
 #[test]
 fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
     let fixture = CliFixture::in_memory();
-    // The checkpoint's largest file has 6.5 MB, so the limit that the log meets has to be lifted for it: `ulimit` is for each
-    // file, and padding makes the log begin near it.
+    // The checkpoint's largest file has 6.5 MB, so the limit that the log meets has to be lifted for it: `ulimit` is
+    // for each file, and padding makes the log begin near it.
     let arguments = format!("--run r --steps 40 {SMALL}");
     let run = fixture.run("r");
     finetune(&fixture, "", &format!("--run r --steps 1 {SMALL}"), 0);

@@ -101,7 +101,8 @@ fn start_child_with(mut command: Command, path: &Path, variables: &[(&str, u64)]
     command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
 }
 
-/// After a power failure only synced data is left: a file's contents are synced before it gets its name, and its folder after it.
+/// After a power failure only synced data is left: a file's contents are synced before it gets its name, and its folder
+/// after it.
 #[test]
 fn a_named_file_is_on_the_medium() {
     let (_folder, path) = with_run();

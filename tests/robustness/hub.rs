@@ -835,8 +835,8 @@ const ATTACKS: [(&str, &str, &str, &str); 63] = [
     ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{…", "no usable connection"),
 ];
 
-/// For every attack: one quick error, nothing wrong in the cache and nothing outside of it, no request and no token to another
-/// host; and the model once the server behaves again.
+/// For every attack: one quick error, nothing wrong in the cache and nothing outside of it, no request and no token to
+/// another host; and the model once the server behaves again.
 #[test]
 fn attacks_by_a_hub_are_refused() {
     let attack = |(file, ask, get, expected): (&str, &str, &str, &str)| {

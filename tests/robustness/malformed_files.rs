@@ -1,7 +1,7 @@
-//! Malicious files: every kind of file that the program reads, changed at random from a seed, given to the real program with 4 GiB
-//! of address space and 30 seconds. It reads or refuses each; it never panics, aborts, hangs, or controls the terminal.
-//! `MALFORMED_FILES` sets the number of files of each kind, `MALICIOUS_FIRST` the number of the first, for files that
-//! were never tried; the long form is in `docs/faults.md`.
+//! Malicious files: every kind of file that the program reads, changed at random from a seed, given to the real program
+//! with 4 GiB of address space and 30 seconds. It reads or refuses each; it never panics, aborts, hangs, or controls
+//! the terminal. `MALFORMED_FILES` sets the number of files of each kind, `MALICIOUS_FIRST` the number of the first,
+//! for files that were never tried; the long form is in `docs/faults.md`.
 
 use crate::common::launch;
 use crate::common::mutations::{any_bytes, changed, changes, replaced, replacement};

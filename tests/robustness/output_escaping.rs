@@ -1,5 +1,5 @@
-//! Guarantee 6: untrusted text reaches no terminal, log line or page with control characters. Six payloads are sent through
-//! every channel by which a name or a value is printed.
+//! Guarantee 6: untrusted text reaches no terminal, log line or page with control characters. Six payloads are sent
+//! through every channel by which a name or a value is printed.
 
 use crate::common::checkpoint::Sample;
 use crate::common::cli_fixture::CliFixture;

@@ -1,8 +1,8 @@
 //! Untrusted bytes: every parser accepts or rejects them, without a panic and in bounded memory.
 //!
-//! Each parser is given any bytes, and good ones that were changed: bytes overwritten, parts removed or repeated, JSON values
-//! replaced. The inputs are short, so memory beyond [`LIMIT`] means that a number in them was believed. The long form is in
-//! `docs/faults.md`.
+//! Each parser is given any bytes, and good ones that were changed: bytes overwritten, parts removed or repeated, JSON
+//! values replaced. The inputs are short, so memory beyond [`LIMIT`] means that a number in them was believed. The long
+//! form is in `docs/faults.md`.
 
 use crate::common::allocator::Counting;
 use crate::common::checkpoint;

@@ -57,8 +57,8 @@ pub(crate) fn add_to(data: &mut [f32], width: usize) -> ScratchOutput<'_> {
     ScratchOutput { data, row_stride: width, accumulate: true }
 }
 
-/// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
-/// power of two, the elements of a column would evict each other from the cache.
+/// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is
+/// often a power of two, the elements of a column would evict each other from the cache.
 #[inline(always)]
 pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     for (rows, panel) in rows.chunks_exact(PANEL * width).zip(out.chunks_exact_mut(PANEL * width)) {
@@ -70,8 +70,8 @@ pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// `c (+)= a · b` for `a` of `rows` × `inner` and `c` of `rows` × `columns`; `inner` and `columns` are multiples of 16. A row's
-/// bits do not depend on the number of rows.
+/// `c (+)= a · b` for `a` of `rows` × `inner` and `c` of `rows` × `columns`; `inner` and `columns` are multiples of 16.
+/// A row's bits do not depend on the number of rows.
 pub(crate) fn multiply(sizes: [usize; 3], a: ScratchMatrix<'_>, b: Right<'_>, c: ScratchOutput<'_>) {
     let [rows, inner, columns] = sizes;
     assert!(

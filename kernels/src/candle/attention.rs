@@ -124,8 +124,8 @@ fn masked(scores: &Tensor, visible: &Tensor) -> Result<Tensor> {
     select(visible, scores, f32::NEG_INFINITY)
 }
 
-/// The softmax of each row, whose denominator the sinks are a part of, and its log-sum-exp. On CUDA the maximum drops a NaN, but the
-/// sum keeps it.
+/// The softmax of each row, whose denominator the sinks are a part of, and its log-sum-exp. On CUDA the maximum drops a
+/// NaN, but the sum keeps it.
 fn softmax(scores: &Tensor, sinks: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
     let mut top = scores.max_keepdim(D::Minus1)?;
     if let Some(sinks) = sinks {

@@ -1,5 +1,5 @@
-//! Embeddings, and their gradient as a tree of sums over each token's rows: candle's `index_add` is serial over all tokens, and
-//! atomics would make the bits depend on timing.
+//! Embeddings, and their gradient as a tree of sums over each token's rows: candle's `index_add` is serial over all
+//! tokens, and atomics would make the bits depend on timing.
 
 use super::tensors::{column_sums, drop, require_contiguous, rows_at, store, upcast};
 use crate::op::{self, Embedding};

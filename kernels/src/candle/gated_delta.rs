@@ -1,5 +1,5 @@
-//! The gated delta rule in chunks of tokens (Yang et al., "Parallelizing linear transformers with the delta rule", 2024). candle's
-//! autograd gives the gradients.
+//! The gated delta rule in chunks of tokens (Yang et al., "Parallelizing linear transformers with the delta rule",
+//! 2024). candle's autograd gives the gradients.
 
 use super::short_conv::{convolved, convolved_after, taps};
 use super::tensors::{matmul, select, store, upcast};
@@ -53,8 +53,8 @@ fn indicator(rows: usize, columns: usize, like: &Tensor, holds: impl Fn(usize, u
     Tensor::from_vec(values, (rows, columns), like.device())?.to_dtype(like.dtype())
 }
 
-/// The inverse of `1 + lower`, where `lower [M, n, n]` is strictly triangular. Blocks on the diagonal are inverted, then blocks of twice
-/// their size: `[[A, 0], [B, D]]` has the inverse `[[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]`.
+/// The inverse of `1 + lower`, where `lower [M, n, n]` is strictly triangular. Blocks on the diagonal are inverted,
+/// then blocks of twice their size: `[[A, 0], [B, D]]` has the inverse `[[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]`.
 fn inverse(lower: &Tensor) -> Result<Tensor> {
     let size = lower.dim(1)?;
     let mut inverse = indicator(size, size, lower, |i, j| i == j)?.broadcast_as(lower.shape())?.contiguous()?;
@@ -74,7 +74,8 @@ impl Layer<'_> {
         rows / self.positions.seq_len
     }
 
-    /// `x [N, key_heads · group · width]` as `[B·value_heads, T, width]`, each of its heads repeated until there are `value_heads`.
+    /// `x [N, key_heads · group · width]` as `[B·value_heads, T, width]`, each of its heads repeated until there are
+    /// `value_heads`.
     fn by_head(&self, x: &Tensor, width: usize) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let DeltaHeads { value_heads, .. } = self.heads;
@@ -124,8 +125,8 @@ impl Layer<'_> {
         weighted * columns(input, self.heads.channels(), values)?.silu()?
     }
 
-    /// The products of the decays from the state before a chunk, and from each of its tokens, to each token: `[M, n, 1 + n]`.
-    /// They are 0 from later tokens and from other documents.
+    /// The products of the decays from the state before a chunk, and from each of its tokens, to each token:
+    /// `[M, n, 1 + n]`. They are 0 from later tokens and from other documents.
     fn decays(&self, log_decays: &Tensor, first: usize) -> Result<Tensor> {
         let (heads, size, _) = log_decays.dims3()?;
         let batch = heads / self.heads.value_heads;

@@ -84,8 +84,8 @@ pub(super) fn backward(op: &ShortConvBackward<'_>) -> Result<()> {
     store(&Tensor::stack(&by_tap, 1)?.contiguous()?.reshape(dweight.shape())?, dweight)
 }
 
-/// The convolution of `products`, the rows after the first `past` ones of a sequence, whose last ones are in `cached`; adds the new
-/// ones there.
+/// The convolution of `products`, the rows after the first `past` ones of a sequence, whose last ones are in `cached`;
+/// adds the new ones there.
 pub(super) fn convolved_after(products: &Tensor, cached: &Tensor, past: usize, taps: &[Tensor]) -> Result<Tensor> {
     let (new, count) = (products.dim(0)?, taps.len());
     let known = past.min(count - 1);

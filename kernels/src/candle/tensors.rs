@@ -1,5 +1,5 @@
-//! Helpers for candle's operations: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA back end
-//! requires on every device, because the CPU back end accepts others.
+//! Helpers for candle's operations: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA
+//! back end requires on every device, because the CPU back end accepts others.
 
 use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
@@ -125,8 +125,8 @@ pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
 
 /// The mask of `dropout` for the elements starting at index `first`, in the shape of `x`, multiplied with `x`.
 ///
-/// The mask is computed on the host and uploaded: our random stream is not a candle operation, and all kernels must use the
-/// same mask.
+/// The mask is computed on the host and uploaded: our random stream is not a candle operation, and all kernels must use
+/// the same mask.
 pub(super) fn drop(dropout: Option<Dropout>, first: usize, x: Tensor) -> Result<Tensor> {
     const TASK_ELEMENTS: usize = 1 << 16;
     let Some(dropout) = dropout else { return Ok(x) };

@@ -12,7 +12,8 @@ struct Rows {
 
 // Blocks: tiles of tokens, heads, sequences.
 struct ShapeArgs {
-    // The first key that each query attends to, then the end of the queries that attend to each key; both rise along a sequence.
+    // The first key that each query attends to, then the end of the queries that attend to each key; both rise along a
+    // sequence.
     const unsigned* bounds;  // [2, B·T]; null if every query attends to all keys up to its own
     unsigned batch, seq_len, heads, group, head_size;  // `group` heads of queries share a head of keys and values
     unsigned whole;                                    // whether heads begin at multiples of 16 bytes

@@ -1,4 +1,5 @@
-//! Launches of `attention.cu`, for FP32, and of `attention_mma.cu` and `attention_wgmma.cu`, for types that tensor cores multiply.
+//! Launches of `attention.cu`, for FP32, and of `attention_mma.cu` and `attention_wgmma.cu`, for types that tensor
+//! cores multiply.
 
 use super::dispatch::{Attempt, CudaKernels, KernelFamily, Stop, aligns, require};
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
@@ -87,8 +88,8 @@ pub(super) struct KeyRangeCache {
     tensor: Tensor,
 }
 
-/// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
-/// query attends to all keys up to its own.
+/// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None`
+/// where each query attends to all keys up to its own.
 pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
     let rows = shape.batch * shape.seq_len;
     let seq_len = shape.seq_len;

@@ -14,8 +14,8 @@
 #define SHARED(type, name)                                          \
     extern __shared__ __align__(1024) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
-// The kernel `symbol` with blocks of `threads`; each thread calls `function`. A multiprocessor has registers for `blocks`. Without
-// that number the compiler uses fewer registers than with 1.
+// The kernel `symbol` with blocks of `threads`; each thread calls `function`. A multiprocessor has registers for
+// `blocks`. Without that number the compiler uses fewer registers than with 1.
 #define KERNEL(symbol, bounds, Args, ...)                                                              \
     extern "C" __global__ void __launch_bounds__ bounds symbol(const __grid_constant__ Args arguments) { \
         __VA_ARGS__(arguments);                                                                         \
@@ -46,8 +46,8 @@ typedef __half f16;
     ENTRY(name##_f32, threads, Args, name<float>) \
     ENTRY(name##_f16, threads, Args, name<f16>)   \
     ENTRY(name##_bf16, threads, Args, name<bf16>)
-// One for each pair that a precision policy allows where the first type is the second or FP32: the residual stream and the
-// matrix products' type, or the gradients' and the working copy's.
+// One for each pair that a precision policy allows where the first type is the second or FP32: the residual stream and
+// the matrix products' type, or the gradients' and the working copy's.
 #define ENTRIES_WIDE_FIRST(name, threads, Args)              \
     ENTRY(name##_f32_f32, threads, Args, name<float, float>) \
     ENTRY(name##_f32_f16, threads, Args, name<float, f16>)   \
@@ -68,8 +68,8 @@ template <> __device__ inline f16 from_float<f16>(float x) { return __float2half
 template <> __device__ inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ inline unsigned char from_float<unsigned char>(float code) { return static_cast<unsigned char>(code); }
 
-// Exponentials and reciprocals for results of type T: approximations if it has 16 bits, whose rounding is far larger. `power` is
-// of the base with the logarithm 1 / LOG_E, which is 2 or e.
+// Exponentials and reciprocals for results of type T: approximations if it has 16 bits, whose rounding is far larger.
+// `power` is of the base with the logarithm 1 / LOG_E, which is 2 or e.
 template <class T> constexpr float LOG_E = sizeof(T) < sizeof(float) ? 1.4426950408889634f : 1.0f;
 template <class T> __device__ inline float power(float x) {
     if constexpr (sizeof(T) < sizeof(float)) return fast_exp2(x);
@@ -132,7 +132,8 @@ __device__ inline void load_pack(const void* base, size_t index, bool whole, uns
     widen(load_raw<T, N>(base, index, whole, count), out);
 }
 
-// A pack as words. Beyond a branch or a round of a loop 16-bit numbers have a register each, and a branch waits for them.
+// A pack as words. Beyond a branch or a round of a loop 16-bit numbers have a register each, and a branch waits for
+// them.
 template <class T, int N> using PackedWords = Pack<unsigned, N * sizeof(T) / sizeof(unsigned)>;
 template <class To, class From> __device__ inline To bits_of(const From& from) {
     To to;
@@ -161,8 +162,9 @@ __device__ inline void store_pack(void* base, size_t index, bool whole, unsigned
     }
 }
 
-// Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned addresses,
-// so all packs but the last are whole. They have separate code: branches between its loads would wait for each.
+// Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned
+// addresses, so all packs but the last are whole. They have separate code: branches between its loads would wait for
+// each.
 template <int N, class F> __device__ inline void for_each_pack(size_t first, size_t stride, size_t end, F f) {
     for (size_t i = first; i < end; i += stride) {
         if (i + N <= end) {
@@ -177,7 +179,8 @@ template <int N, class F> __device__ inline void for_each_pack(size_t len, F f) 
     for_each_pack<N>(first, static_cast<size_t>(gridDim.x) * blockDim.x * N, len, f);
 }
 
-// The tensor that has this chunk of CHUNK elements, from a table in the chunks' order; `place` is shared. Ends with a barrier.
+// The tensor that has this chunk of CHUNK elements, from a table in the chunks' order; `place` is shared. Ends with a
+// barrier.
 template <unsigned CHUNK, class Entry> __device__ inline Entry tensor_of(const Entry* table, unsigned count, u64 chunk, unsigned* place) {
     for (unsigned i = threadIdx.x; i < count; i += blockDim.x) {
         const u64 first = load(&table[i].first, 0), len = load(&table[i].len, 0);
@@ -209,8 +212,8 @@ template <unsigned LANES = WARP, class T, class F> __device__ inline T warp_redu
     return value;
 }
 
-// The reduction over a block of WARPS warps, in every thread by a fixed tree; `scratch` has WARPS places for T. Ends with a
-// barrier, so that the scratch may be used again.
+// The reduction over a block of WARPS warps, in every thread by a fixed tree; `scratch` has WARPS places for T. Ends
+// with a barrier, so that the scratch may be used again.
 template <unsigned WARPS, class T, class F> __device__ inline T block_reduce(T value, F combine, void* scratch) {
     T* const places = static_cast<T*>(scratch);
     value = warp_reduce(value, combine);

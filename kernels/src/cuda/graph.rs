@@ -1,4 +1,5 @@
-//! Passes recorded as CUDA graphs: the first pass of a shape runs, the second is recorded, and later ones replay the record.
+//! Passes recorded as CUDA graphs: the first pass of a shape runs, the second is recorded, and later ones replay the
+//! record.
 
 use super::dispatch::{CudaKernels, KernelFamily};
 use super::inputs::Resident;

@@ -137,8 +137,8 @@ impl<Q: Queue> CudaKernels<Q> {
         self.resident.lock().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(f)
     }
 
-    /// The address of `words` and their owner, which must stay until their users are launched: their place in the pass's block,
-    /// or new memory.
+    /// The address of `words` and their owner, which must stay until their users are launched: their place in the
+    /// pass's block, or new memory.
     pub(super) fn words(&self, part: InputPart, words: &[u32], device: &Device) -> Attempt<(u64, Option<Tensor>)> {
         self.words_at(part, 0, words, device)
     }
@@ -170,8 +170,8 @@ impl<Q: Queue> CudaKernels<Q> {
         self.with_resident(offset).unwrap_or(0) / size_of::<u32>()
     }
 
-    /// The rows of each group, and the groups, of this number: [`grouped`] by the row of a table. Those of the pass's block if it
-    /// has these tokens.
+    /// The rows of each group, and the groups, of this number: [`grouped`] by the row of a table. Those of the pass's
+    /// block if it has these tokens.
     pub(super) fn groups(
         &self,
         input: &Embedding<'_>,

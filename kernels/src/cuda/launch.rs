@@ -87,7 +87,8 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     /// The address of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>>;
 
-    /// Computes a product with a library of the device, and adds `bias` to each row. `false` if the library has no such product.
+    /// Computes a product with a library of the device, and adds `bias` to each row. `false` if the library has no such
+    /// product.
     fn product(&self, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
         let _ = (op, bias);
         Ok(false)

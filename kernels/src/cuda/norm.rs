@@ -91,8 +91,8 @@ fn wide(kernel: String, blocks: usize, threads: usize) -> Result<KernelLaunch> {
     KernelLaunch::new("norm", kernel, [blocks, 1, 1], [threads, WIDE_SCRATCH * size_of::<f32>()])
 }
 
-/// Threads of a row's block; `None` if a warp has the row. Stops unless the kernels can take these columns, the first of the
-/// residual stream, in groups of `width`. Rows that are one group need no alignment.
+/// Threads of a row's block; `None` if a warp has the row. Stops unless the kernels can take these columns, the first
+/// of the residual stream, in groups of `width`. Rows that are one group need no alignment.
 fn threads_of_row(operands: &[ColumnSlice<'_>], width: usize) -> Attempt<Option<usize>> {
     let is_whole = |columns: &ColumnSlice<'_>| (columns.first(), columns.stride()) == (0, width);
     require(operands.iter().all(|columns| is_whole(columns) || aligns(*columns, width)))?;

@@ -58,8 +58,8 @@ pub(super) struct Products {
     plans: HashMap<Problem, Option<Rc<CublasPlan>>>,
 }
 
-// SAFETY: cuBLASLt's handles and descriptions belong to no thread. `CudaQueue` uses them, and counts references to plans, under
-// a lock.
+// SAFETY: cuBLASLt's handles and descriptions belong to no thread. `CudaQueue` uses them, and counts references to
+// plans, under a lock.
 unsafe impl Send for Products {}
 
 impl fmt::Debug for Products {
@@ -196,8 +196,8 @@ impl CublasMatrix {
     }
 }
 
-/// The parts of a side of a product. cuBLASLt is several times as slow if the length of rows is no multiple of 16 bytes,
-/// even if their distance is one: GPT-2's vocabulary of 50,257 is such a length. So the remainder is a separate
+/// The parts of a side of a product. cuBLASLt is several times as slow if the length of rows is no multiple of 16
+/// bytes, even if their distance is one: GPT-2's vocabulary of 50,257 is such a length. So the remainder is a separate
 /// product.
 fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Range<usize>> {
     /// Shorter sides are not worth a second launch.
@@ -273,8 +273,8 @@ impl Products {
         }
         let [left, right, to] = part.addresses;
         let [of_left, of_right, of_to] = plan.matrices;
-        // SAFETY: the matrices, the bias and the workspace are in this device's memory, which their owners hold until the
-        // product is in the stream.
+        // SAFETY: the matrices, the bias and the workspace are in this device's memory, which their owners hold until
+        // the product is in the stream.
         unsafe {
             result::matmul(
                 self.library,
@@ -299,8 +299,8 @@ impl Products {
     }
 }
 
-/// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once, with `bias` added to each row; `false` if cuBLASLt has no
-/// such product.
+/// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once, with `bias` added to each row; `false` if
+/// cuBLASLt has no such product.
 pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
     let &op::Matmul { a, b, alpha, c, mode } = op;
     let [m, k] = a.dims();

@@ -34,8 +34,8 @@ const SHARED_BYTES: u32 = 48 << 10;
 pub(crate) struct CudaQueue {
     device: CudaDevice,
     capturing: AtomicBool,
-    /// The last is the largest. Operations share it, since they run one after the other. All stay, because recorded passes have
-    /// their addresses.
+    /// The last is the largest. Operations share it, since they run one after the other. All stay, because recorded
+    /// passes have their addresses.
     scratch: Mutex<Vec<CudaSlice<f32>>>,
     /// Empty before the first product.
     pub(super) products: Mutex<Option<Products>>,

@@ -3,8 +3,8 @@
 
 #include "common.cuh"
 
-// `least` and `most` are FP32 patterns of finite magnitudes, `least` of the smallest that is not zero, minus one: all ones
-// if there is none.
+// `least` and `most` are FP32 patterns of finite magnitudes, `least` of the smallest that is not zero, minus one: all
+// ones if there is none.
 struct ChunkStats {
     unsigned zero, subnormal, inf, nan, least, most;
     double squares;

@@ -44,8 +44,8 @@ template <class T> __device__ void multiply_add(float (&result)[4], const unsign
 MULTIPLY_ADD(f16, "f16")
 MULTIPLY_ADD(bf16, "bf16")
 
-// Four matrices [8, 8] from shared memory; lane 8m + i gives the address of row i of matrix m, aligned to 16 bytes, and each
-// lane gets columns 2t, 2t + 1 of row g of each.
+// Four matrices [8, 8] from shared memory; lane 8m + i gives the address of row i of matrix m, aligned to 16 bytes, and
+// each lane gets columns 2t, 2t + 1 of row g of each.
 __device__ inline void load_matrices(unsigned (&fragments)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -78,8 +78,9 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 // Waits until at most LEFT groups of this thread are pending. Copies of other threads are visible after a barrier.
 template <unsigned LEFT> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
-// Products by four warps together, 16 rows of the result each, whose right operand, and optionally the left one, are in shared
-// memory: rows of 128 bytes, with chunk c of 16 bytes at place c ^ (row mod 8), from addresses that are multiples of 1024.
+// Products by four warps together, 16 rows of the result each, whose right operand, and optionally the left one, are in
+// shared memory: rows of 128 bytes, with chunk c of 16 bytes at place c ^ (row mod 8), from addresses that are
+// multiples of 1024.
 
 // Describes a matrix of 64 columns, or of more if the next 64 are `leading` bytes further.
 typedef u64 Described;
@@ -119,8 +120,8 @@ __device__ inline Described advance(Described matrix, unsigned bytes) { return m
                              RESULTS_16(8), RESULTS_16(12));                                                                    \
     }
 
-// Starts computing result = left · right, or adding it, for 16 rows of the depth: rows of `right`, which are rows of the matrix
-// (`TRANSPOSED` in the instruction's terms), or 16 of its columns.
+// Starts computing result = left · right, or adding it, for 16 rows of the depth: rows of `right`, which are rows of
+// the matrix (`TRANSPOSED` in the instruction's terms), or 16 of its columns.
 template <class T, bool TRANSPOSED, int N>
 __device__ inline void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], Described right, bool accumulates) {
     static_assert(N == 4 || N == 8 || N == 16, "the widths in use");

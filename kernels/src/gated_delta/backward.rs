@@ -1,7 +1,8 @@
 //! The gradients of gated delta layers.
 //!
-//! The forward pass is computed again and keeps the state before each chunk of tokens. Then products of matrices give the gradients
-//! of chunks, from the last to the first (Yang et al., "Parallelizing linear transformers with the delta rule", 2024).
+//! The forward pass is computed again and keeps the state before each chunk of tokens. Then products of matrices give
+//! the gradients of chunks, from the last to the first (Yang et al., "Parallelizing linear transformers with the delta
+//! rule", 2024).
 
 use super::{GatedDeltaBackward, HeadTokens, OpenedLayer, STRIP, SequenceRows, norms, strips_mut};
 use crate::attention::product::{
@@ -80,8 +81,8 @@ impl OpenedLayer<'_> {
         self.taps.count() * channels + 2 * self.heads.group() + self.heads.value_dim
     }
 
-    /// The places of these elements among those of all parameters: for each part of the channels `[K, width]`, then each value
-    /// head's `a_log` and `dt_bias`, then the norm.
+    /// The places of these elements among those of all parameters: for each part of the channels `[K, width]`, then
+    /// each value head's `a_log` and `dt_bias`, then the norm.
     fn partial_places(&self, key_head: usize) -> Vec<usize> {
         let taps = self.taps.count();
         let conv = self.channels_of_task(key_head).flat_map(|channels| {
@@ -279,8 +280,8 @@ struct HeadRows<'a> {
 }
 
 impl HeadRows<'_> {
-    /// Computes the gradients of a chunk of tokens, given the state before it. With the product `D_ij` of the decays after token `j` up to
-    /// token `i`, the state after token `i` is `D_i0 S_0 + Σ_j D_ij k_j δ_jᵀ`.
+    /// Computes the gradients of a chunk of tokens, given the state before it. With the product `D_ij` of the decays
+    /// after token `j` up to token `i`, the state after token `i` is `D_i0 S_0 + Σ_j D_ij k_j δ_jᵀ`.
     #[inline(always)]
     fn backward(&mut self, tokens: HeadTokens<'_>, chunk: Range<usize>, state: &[f32]) {
         let (len, size) = (chunk.len(), tokens.size);
@@ -371,8 +372,8 @@ fn multiply_both(left: [&[f32]; 2], right: Right<'_>, inner: usize, products: [&
     }
 }
 
-/// Replaces the gradients of changes by those of values, and writes those of write strengths, from the last: each token's change depends
-/// on the ones before it.
+/// Replaces the gradients of changes by those of values, and writes those of write strengths, from the last: each
+/// token's change depends on the ones before it.
 #[inline(always)]
 fn substitute(changes: &mut [f32], kk: &[f32], [strengths, errors]: [&[f32]; 2], dstrengths: &mut [f32]) {
     let width = errors.len() / strengths.len();
@@ -404,9 +405,10 @@ fn add_products(
     }
 }
 
-/// Writes the gradients of `log α` of a chunk. Each is the sum of all products that its decay is a factor of: `pairs` of a later token or
-/// itself, in the rows, and an earlier one; of the state before the chunk and later tokens or itself, `from_start`; of earlier tokens and the
-/// state after the chunk, `to_end`; and of both states. Nothing is subtracted from a larger sum.
+/// Writes the gradients of `log α` of a chunk. Each is the sum of all products that its decay is a factor of: `pairs`
+/// of a later token or itself, in the rows, and an earlier one; of the state before the chunk and later tokens or
+/// itself, `from_start`; of earlier tokens and the state after the chunk, `to_end`; and of both states. Nothing is
+/// subtracted from a larger sum.
 #[inline(always)]
 fn decay_gradients(dlog_decays: &mut [f32], pairs: &mut [f32], [from_start, to_end]: [&mut [f32]; 2], both: f32) {
     let count = from_start.len();
@@ -460,8 +462,8 @@ fn negate_and_mirror(x: &mut [f32], size: usize) {
     }
 }
 
-/// Writes the products of the decays after each token, in the columns, up to each token of a chunk, in the rows; above the diagonal, and
-/// in the padding, zeros. `since_start` gets those of all decays up to each token.
+/// Writes the products of the decays after each token, in the columns, up to each token of a chunk, in the rows; above
+/// the diagonal, and in the padding, zeros. `since_start` gets those of all decays up to each token.
 #[inline(always)]
 fn chunk_decays(tokens: HeadTokens<'_>, chunk: Range<usize>, decays: &mut [f32], since_start: &mut [f32]) {
     let count = since_start.len();
@@ -480,8 +482,8 @@ fn chunk_decays(tokens: HeadTokens<'_>, chunk: Range<usize>, decays: &mut [f32],
     }
 }
 
-/// Goes back through SiLU and the convolution of some channels, with the gradients `rows [T, width]`. Stores the gradients of the
-/// input and writes those of the weights, `[K, channels]`.
+/// Goes back through SiLU and the convolution of some channels, with the gradients `rows [T, width]`. Stores the
+/// gradients of the input and writes those of the weights, `[K, channels]`.
 #[inline(always)]
 fn mix_backward(
     layer: &OpenedLayer<'_>,
@@ -520,8 +522,8 @@ fn mix_backward(
     );
 }
 
-/// Writes the gradients of a convolution's weights, `[K, channels]`, from its `inputs [T, channels]` and the gradients `rows [T, width]` of
-/// its outputs.
+/// Writes the gradients of a convolution's weights, `[K, channels]`, from its `inputs [T, channels]` and the gradients
+/// `rows [T, width]` of its outputs.
 #[inline(always)]
 fn convolution_gradients(sequence: SequenceRows<'_>, inputs: &[f32], rows: &[f32], width: usize, dconv: &mut [f32]) {
     let count = inputs.len() / sequence.len;

@@ -1,7 +1,8 @@
-//! The program's allocator: the system's, with whole cache lines for long blocks, huge pages for large ones, and a count of allocations.
+//! The program's allocator: the system's, with whole cache lines for long blocks, huge pages for large ones, and a
+//! count of allocations.
 //!
-//! Each step streams through weights, gradients and moments, and with 4 kB pages address translation would limit its speed.
-//! A program opts in with `#[global_allocator]`.
+//! Each step streams through weights, gradients and moments, and with 4 kB pages address translation would limit its
+//! speed. A program opts in with `#[global_allocator]`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -84,9 +85,8 @@ unsafe impl GlobalAlloc for Allocator {
             // SAFETY: the caller's promise.
             return unsafe { System.alloc_zeroed(aligned(layout)) };
         }
-        // For this alignment the system's `alloc_zeroed` clears the memory itself, faulting in small pages; so clear it here,
-        // after the advice.
-        // SAFETY: the caller's promise; the block has this size.
+        // For this alignment the system's `alloc_zeroed` clears the memory itself, faulting in small pages; so clear it
+        // here, after the advice. SAFETY: the caller's promise; the block has this size.
         unsafe {
             let start = self.alloc(layout);
             if !start.is_null() {

@@ -29,8 +29,8 @@ struct Loop {
 
 /// GFLOP/s, or GB/s of memory, of all threads of the rayon pool together over a short while.
 ///
-/// A CPU's clock changes with its load and its neighbours' by tens of percent within a second, so compare a rate only with
-/// peaks measured right before and after it.
+/// A CPU's clock changes with its load and its neighbours' by tens of percent within a second, so compare a rate only
+/// with peaks measured right before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peak {
     /// The median of many bursts: the sustained rate.
@@ -57,7 +57,8 @@ pub fn measure_read_bandwidth() -> Peak {
     })
 }
 
-/// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for reads, and not for writes.
+/// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for reads, and not
+/// for writes.
 pub fn measure_update_bandwidth() -> Peak {
     bandwidth(2, |buffer| buffer.par_chunks_exact_mut(TASK_WORDS).for_each(increment))
 }
@@ -85,8 +86,8 @@ fn increment(part: &mut [u64]) {
     });
 }
 
-/// Reads four places in turn, because a core reads one alone more slowly: 17 instead of 30 GB/s on two cores of an Emerald
-/// Rapids server.
+/// Reads four places in turn, because a core reads one alone more slowly: 17 instead of 30 GB/s on two cores of an
+/// Emerald Rapids server.
 fn sum(part: &[u64]) -> u64 {
     let place = |i: usize| part[i * part.len() / 4..][..part.len() / 4].as_chunks::<8>().0;
     let [a, b, c, d]: [&[[u64; 8]]; 4] = std::array::from_fn(place);

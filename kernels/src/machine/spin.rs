@@ -1,7 +1,7 @@
 //! Threads that stay awake through a step.
 //!
-//! A pool's threads go to sleep a few microseconds after their last task, and waking one takes longer than a kernel over a
-//! few thousand elements. A step of a small model is hundreds of such kernels.
+//! A pool's threads go to sleep a few microseconds after their last task, and waking one takes longer than a kernel
+//! over a few thousand elements. A step of a small model is hundreds of such kernels.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +13,8 @@ const WAKE_TIMEOUT: Duration = Duration::from_micros(100);
 /// A sentinel number of threads: no thread is waited for any longer.
 const CLOSED: usize = usize::MAX / 2;
 
-/// Runs `body` on this thread while the others of its pool look for its tasks without pause. Outside of a pool it only runs it.
+/// Runs `body` on this thread while the others of its pool look for its tasks without pause. Outside of a pool it only
+/// runs it.
 pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
     struct End<'a>(&'a AtomicBool);
     impl Drop for End<'_> {

@@ -1,15 +1,15 @@
 //! Reusable, aligned memory for packed operands and partial sums.
 //!
-//! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They use huge pages if the system
-//! grants them: packed operands are streamed, and with small pages address translation would limit the speed.
+//! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They use huge pages if the
+//! system grants them: packed operands are streamed, and with small pages address translation would limit the speed.
 
 use crate::machine::allocator::{Allocator, CACHE_LINE, HUGE_PAGE};
 use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
-/// Memory for plain 32-bit values that grows on demand and forgets its content when it does. It starts at a cache line or, if it
-/// fills one, at a huge page.
+/// Memory for plain 32-bit values that grows on demand and forgets its content when it does. It starts at a cache line
+/// or, if it fills one, at a huge page.
 #[derive(Debug)]
 pub(super) struct PackBuffer {
     start: *mut u32,

@@ -20,7 +20,8 @@ unsafe impl<C: Send> Send for OutputMatrix<C> {}
 // SAFETY: as above.
 unsafe impl<C: Send> Sync for OutputMatrix<C> {}
 
-/// A tile in C's type, and its old values widened; kept from tile to tile, because zeroing it takes longer than using it.
+/// A tile in C's type, and its old values widened; kept from tile to tile, because zeroing it takes longer than using
+/// it.
 pub(super) struct Scratch<C> {
     narrow: [C; MAX_TILE],
     wide: [f32; MAX_TILE],

@@ -40,8 +40,8 @@ impl Tile {
 /// The most addresses of [`PrefetchQueue`].
 const MAX_AHEAD: usize = 160;
 
-/// Addresses to prefetch while a tile is computed: its place in C, whose cache lines a store would otherwise wait for, and what
-/// is packed next. They are spread out, because a burst of prefetches would stall the kernel.
+/// Addresses to prefetch while a tile is computed: its place in C, whose cache lines a store would otherwise wait for,
+/// and what is packed next. They are spread out, because a burst of prefetches would stall the kernel.
 #[derive(Clone, Debug)]
 pub(super) struct PrefetchQueue {
     addresses: [*const i8; MAX_AHEAD],
@@ -66,8 +66,8 @@ impl PrefetchQueue {
         self.len = 0;
     }
 
-    /// Adds `lines` cache lines, at least one, from the start of each of `rows` rows, `stride` elements apart. The memory need not
-    /// exist; lines above the number that fits are dropped.
+    /// Adds `lines` cache lines, at least one, from the start of each of `rows` rows, `stride` elements apart. The
+    /// memory need not exist; lines above the number that fits are dropped.
     #[inline(always)]
     pub(super) fn push_rows<T>(&mut self, first: *const T, stride: usize, rows: usize, lines: usize) {
         for (row, free) in self.addresses[self.len..].chunks_mut(lines).enumerate().take(rows) {

@@ -1,10 +1,10 @@
 //! Packing: copies of operands in the order in which the micro-kernels read them.
 //!
-//! A's rows and B's columns play the same part and are called lines here: elements that are multiplied with those of the
-//! other operand's lines. Operands come with lines as their rows, B transposed; their columns are the depth. A panel holds
-//! `width` lines interleaved: the first unit of each line, then the second unit of each, and so on. A unit is one FP32 value,
-//! two adjacent BF16 values for the BF16 dot product, four for the product of small BF16 matrices, or as many as a row of an
-//! AMX tile has. Missing lines and units are zeros.
+//! A's rows and B's columns play the same part and are called lines here: elements that are multiplied with those of
+//! the other operand's lines. Operands come with lines as their rows, B transposed; their columns are the depth. A
+//! panel holds `width` lines interleaved: the first unit of each line, then the second unit of each, and so on. A unit
+//! is one FP32 value, two adjacent BF16 values for the BF16 dot product, four for the product of small BF16 matrices,
+//! or as many as a row of an AMX tile has. Missing lines and units are zeros.
 
 use super::super::convert::Element;
 use super::super::isa::vectorize;
@@ -27,8 +27,8 @@ pub(super) enum PackUnit {
     /// 16 pairs of a line of A: a tile's row.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
     TileRow,
-    /// 16 pairs of a line of B: a tile's column, so that the panel holds the first pair of each line, then the second, as if
-    /// pairs were its units.
+    /// 16 pairs of a line of B: a tile's column, so that the panel holds the first pair of each line, then the second,
+    /// as if pairs were its units.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
     TileColumn,
 }
@@ -182,7 +182,8 @@ fn pair_rows<const WIDTH: usize>(lines: Operand<'_, bf16>, panels: &mut [u32], p
     }
 }
 
-/// Turns rows into units of `PAIRS`, at most those of a tile: the pairs of one unit of each line are gathered, then transposed.
+/// Turns rows into units of `PAIRS`, at most those of a tile: the pairs of one unit of each line are gathered, then
+/// transposed.
 #[inline(always)]
 fn transpose_rows<const WIDTH: usize, const PAIRS: usize>(
     lines: Operand<'_, bf16>,
@@ -328,8 +329,8 @@ const fn transposed_lines(width: usize) -> usize {
     if width < 8 { width } else { 8 }
 }
 
-/// Packs [`transposed_lines`] straight from the operand: as many units as vector instructions take. Returns the number of
-/// units.
+/// Packs [`transposed_lines`] straight from the operand: as many units as vector instructions take. Returns the number
+/// of units.
 #[inline]
 fn transpose_vectors<T: Element, const WIDTH: usize>(
     lines: Operand<'_, T>,
@@ -360,8 +361,8 @@ fn transpose_vectors<T: Element, const WIDTH: usize>(
     0
 }
 
-/// Transposes a multiple of eight units, pairs of BF16 or widened elements, of [`transposed_lines`] that are `line_stride` elements
-/// apart.
+/// Transposes a multiple of eight units, pairs of BF16 or widened elements, of [`transposed_lines`] that are
+/// `line_stride` elements apart.
 ///
 /// # Safety
 /// The lines must have these units, and the target room for them.

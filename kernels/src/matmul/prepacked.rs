@@ -1,4 +1,5 @@
-//! Weights whose panels are kept while they do not change: for a few rows, packing a matrix takes longer than the product.
+//! Weights whose panels are kept while they do not change: for a few rows, packing a matrix takes longer than the
+//! product.
 
 use super::super::view::read;
 use super::Operand;

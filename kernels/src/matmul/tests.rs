@@ -79,8 +79,8 @@ impl Exact {
     }
 }
 
-/// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow, with a second term
-/// and without.
+/// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow, with a
+/// second term and without.
 fn check<A: Element, C: Element>(kernels: Kernels, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
     check_product::<A, C>(kernels, a, b, &Exact::of(&a, &b), epilogue);
 }

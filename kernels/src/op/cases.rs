@@ -41,29 +41,31 @@ pub struct Case {
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "fields are the sizes, types and options of an operation's operands")]
 pub enum Operation {
-    /// [`op::AdamW`]; types of the gradient and of the working copy, and whether it counts the updates that the copy shows.
-    /// Moments may be in 8 bits.
+    /// [`op::AdamW`]; types of the gradient and of the working copy, and whether it counts the updates that the copy
+    /// shows. Moments may be in 8 bits.
     AdamW { len: usize, types: [DType; 2], counts: bool, quantized: bool },
-    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one, with sinks or
-    /// without. Without documents, each sequence is one.
+    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one, with sinks
+    /// or without. Without documents, each sequence is one.
     Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool, sinks: bool },
     /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
     Decode { shape: AttentionShape, dtype: DType, sinks: bool },
-    /// [`op::CrossEntropy`] of rows, vocabulary and stride: without the gradient, with it, and with weights. With a cap also
-    /// [`op::SoftCap`].
+    /// [`op::CrossEntropy`] of rows, vocabulary and stride: without the gradient, with it, and with weights. With a cap
+    /// also [`op::SoftCap`].
     CrossEntropy { sizes: [usize; 3], softcap: Option<f32>, dtype: DType },
     /// [`op::Activate`] and [`op::ActivateBackward`] of rows and width of the output.
     Activate { activation: Activation, sizes: [usize; 2], dtype: DType },
     /// [`op::AddBranch`], [`op::Copy`] and [`op::Accumulate`]; types of the stream and of the branch.
     Sums { len: usize, types: [DType; 2], drops: bool },
-    /// [`op::Embed`], or [`op::EmbedBackward`]; types of the stream and of the tables. With dropout, sequences have documents.
+    /// [`op::Embed`], or [`op::EmbedBackward`]; types of the stream and of the tables. With dropout, sequences have
+    /// documents.
     Embed { backward: bool, positions: bool, types: [DType; 2], drops: bool },
     /// [`op::Norm`] and [`op::NormBackward`] of rows and columns, from column `first` of rows of `stride`, in groups of
     /// `width`; types of the stream and of the products.
     Norm { norm: Norm, sizes: [usize; 2], place: [usize; 3], types: [DType; 2], mode: WriteMode },
     /// [`op::Linear`] of rows, inputs and outputs, with a low-rank product, unless `rank` is 0, and its backward pass.
     Linear { layout: WeightLayout, sizes: [usize; 3], biased: bool, rank: usize, dtype: DType },
-    /// [`op::Matmul`] of the sizes M, K and N, with these factors transposed, and [`op::SumRows`]; types of operands and results.
+    /// [`op::Matmul`] of the sizes M, K and N, with these factors transposed, and [`op::SumRows`]; types of operands
+    /// and results.
     Product { sizes: [usize; 3], transposed: [bool; 2], types: [DType; 2] },
     /// [`op::Rotate`] of sequences' rows of heads of twice `half`.
     Rotate {
@@ -79,9 +81,11 @@ pub enum Operation {
     Summarize { len: usize, factor: Option<f32>, broken: bool, dtype: DType, exponents: bool },
     /// [`op::Route`], [`op::RouteBackward`] and [`op::ScaleRows`] of tokens, experts and width of a row.
     Route { sizes: [usize; 3], settings: RouterSettings, dtype: DType },
-    /// [`op::ShortConv`], its gradients, and its rows by [`op::DecodeShortConv`]: tokens of each of two sequences, channels and taps.
+    /// [`op::ShortConv`], its gradients, and its rows by [`op::DecodeShortConv`]: tokens of each of two sequences,
+    /// channels and taps.
     ShortConv { sizes: [usize; 3], documents: Documents, dtype: DType },
-    /// [`op::GatedDelta`], its gradients, and its rows by [`op::DecodeGatedDelta`]: tokens of each of two sequences, and taps.
+    /// [`op::GatedDelta`], its gradients, and its rows by [`op::DecodeGatedDelta`]: tokens of each of two sequences,
+    /// and taps.
     GatedDelta { heads: DeltaHeads, sizes: [usize; 2], documents: Documents, dtype: DType },
     /// [`op::CopyQueries`] in both directions, [`op::GateHeads`] and its gradients: rows, heads and their width.
     GateHeads { sizes: [usize; 3], dtype: DType },
@@ -107,8 +111,8 @@ pub enum Bounds {
 }
 
 impl Bounds {
-    /// The bounds of results of a type: of each error, relative to its element or to the root mean square of the results, and
-    /// of the root mean square of the errors.
+    /// The bounds of results of a type: of each error, relative to its element or to the root mean square of the
+    /// results, and of the root mean square of the errors.
     fn of(self, dtype: DType) -> [f64; 2] {
         let [each, all] = match dtype {
             DType::F32 => [1e-5, 1e-6],
@@ -274,8 +278,8 @@ impl Case {
     }
 }
 
-/// Fails unless `kernels` compute the cases of a family within [`Bounds::Preflight`], on the numbers of `seed` or on others:
-/// numbers that almost cancel lose more digits than the bounds allow, in about one of 1,500 checks of AdamW.
+/// Fails unless `kernels` compute the cases of a family within [`Bounds::Preflight`], on the numbers of `seed` or on
+/// others: numbers that almost cancel lose more digits than the bounds allow, in about one of 1,500 checks of AdamW.
 pub fn check_family(family: &str, kernels: &dyn Kernels, device: &Device, seed: u64) -> Result<()> {
     let cases: Vec<Case> = cases().into_iter().filter(|case| case.family == family).collect();
     let check = |seed| cases.iter().try_for_each(|case| case.check(kernels, device, seed, Bounds::Preflight).map(drop));
@@ -339,7 +343,8 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], softcap: Opti
     let nothing = vocab / 2..vocab / 2 + vocab / 4;
     let possible = |i: usize| !nothing.contains(&(i % vocab)) || targets[i / vocab] as usize == i % vocab;
     let logit = |i, x| match i {
-        // The first row's target is improbable: errors are relative to gradients, which would be tiny if all rows were learned.
+        // The first row's target is improbable: errors are relative to gradients, which would be tiny if all rows were
+        // learned.
         _ if i == targets[0] as usize => -8.0,
         _ if possible(i) => 8.0 * x,
         _ => f32::NEG_INFINITY,

@@ -11,8 +11,8 @@ use crate::{Activation, NormSettings, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
 impl Op<'_> {
-    /// Calls `visit` with each tensor that is read or written; with one that is updated first as read, then as written. Not for
-    /// [`Op::Summarize`].
+    /// Calls `visit` with each tensor that is read or written; with one that is updated first as read, then as written.
+    /// Not for [`Op::Summarize`].
     pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
         let mut all = |reads: &[Option<&Tensor>], writes: &[Option<&Tensor>]| {
             reads.iter().flatten().for_each(|tensor| visit(tensor, Access::Read));

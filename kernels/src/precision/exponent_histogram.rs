@@ -105,8 +105,8 @@ impl ExponentHistogram {
         [self.zero, self.inf, self.nan].into_iter().fold(self.finite_nonzero(), u64::saturating_add)
     }
 
-    /// log2 of the magnitude that `share` of the finite non-zero values are below, interpolated within a binade; `None` if
-    /// there are none.
+    /// log2 of the magnitude that `share` of the finite non-zero values are below, interpolated within a binade; `None`
+    /// if there are none.
     pub fn log2_quantile(&self, share: f64) -> Option<f64> {
         let mut left = share * self.finite_nonzero() as f64;
         self.iter().find_map(|(exponent, count)| {

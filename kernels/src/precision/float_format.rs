@@ -138,8 +138,8 @@ impl FloatFormat {
         self.encode(if x.is_nan() { x } else { x.clamp(-max, max) })
     }
 
-    /// `x` rounded to the format with a power-of-two scale, saturating. Values that are not finite stay so, because overflows
-    /// must be detected.
+    /// `x` rounded to the format with a power-of-two scale, saturating. Values that are not finite stay so, because
+    /// overflows must be detected.
     pub fn round_scaled(self, x: f32, scale: f32) -> f32 {
         if !x.is_finite() {
             return x;

@@ -211,7 +211,8 @@ impl Reduction {
         let (mut zero, mut below) = ([0u32; LANES], [0u32; LANES]);
         for lanes in block.as_chunks::<LANES>().0 {
             for i in 0..LANES {
-                // Patterns have no sign, so the highest bit of a difference tells which is smaller. Comparisons are slower.
+                // Patterns have no sign, so the highest bit of a difference tells which is smaller. Comparisons are
+                // slower.
                 let less = lanes[i].wrapping_sub(1);
                 self.min[i] = self.min[i].min(less);
                 zero[i] += less >> 31;
@@ -243,8 +244,9 @@ const COUNTERS: usize = 32;
 struct ExponentCounters([u64; 256]);
 
 impl ExponentCounters {
-    /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from the field of the
-    /// `largest` value down: most blocks need two rounds, and a table's counters would wait for each other.
+    /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from
+    /// the field of the `largest` value down: most blocks need two rounds, and a table's counters would wait for each
+    /// other.
     #[inline(always)]
     fn count(&mut self, block: &[u32; BLOCK], largest: u32, nonzero: u32) {
         let mut fields = [0; BLOCK];

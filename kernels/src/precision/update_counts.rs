@@ -24,8 +24,8 @@ const ULP: f32 = 65536.0;
 const BLOCK: usize = 1 << 15;
 
 impl UpdateCounts {
-    /// Counts elements, given `values` before and after the update, and their copies in `format` before and after it. A copy
-    /// that is not finite is one ULP away.
+    /// Counts elements, given `values` before and after the update, and their copies in `format` before and after it. A
+    /// copy that is not finite is one ULP away.
     #[inline(always)]
     pub fn count(&mut self, format: FloatFormat, values: [&[f32]; 2], copies: [&[f32]; 2]) {
         let [least, offset] = Self::ulp_fields(format);
@@ -50,14 +50,15 @@ impl UpdateCounts {
         }
     }
 
-    /// The smallest exponent field of an FP32 number whose ULP in `format` is computed, and the sum of the field and that of
-    /// one over the ULP. Narrower BF16 numbers count as if they were 2^-119.
+    /// The smallest exponent field of an FP32 number whose ULP in `format` is computed, and the sum of the field and
+    /// that of one over the ULP. Narrower BF16 numbers count as if they were 2^-119.
     pub fn ulp_fields(format: FloatFormat) -> [u32; 2] {
         let least = (127 + format.min_exponent()).max(8) as u32;
         [least, 254 + format.mantissa_bits]
     }
 
-    /// The share of the changed elements whose copy changed; `None` if no element changed. A damaged log may have any counts.
+    /// The share of the changed elements whose copy changed; `None` if no element changed. A damaged log may have any
+    /// counts.
     pub fn reach(&self) -> Option<f64> {
         (self.moved > 0).then(|| self.moved.saturating_sub(self.lost) as f64 / self.moved as f64)
     }

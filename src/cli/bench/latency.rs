@@ -18,8 +18,8 @@ use std::time::Instant;
 /// Passes before those that are measured.
 const WARM_UP: usize = 3;
 
-/// Measures `count` forward passes over one sequence, with the logits of all its places, and `count` times the next token after
-/// it from the KV cache.
+/// Measures `count` forward passes over one sequence, with the logits of all its places, and `count` times the next
+/// token after it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
     let spec = args.spec()?;
     let seq_len = args.seq_len;

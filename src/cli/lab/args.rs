@@ -78,10 +78,12 @@ pub(super) struct BitsArgs {
     #[arg(allow_hyphen_values = true, default_value = "pi", add = control(Among(&Bits::PRESETS)))]
     pub(super) value: String,
     /// The format whose bit is marked
-    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
+    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format,
+          add = control(Among(FORMATS)))]
     pub(super) format: FloatFormat,
     /// A bit to explain, counted from the left
-    #[arg(long, value_name = "BIT", value_parser = clap::value_parser!(u32).range(..32), add = control(Count(0)).start("0").within(0.0, 31.0))]
+    #[arg(long, value_name = "BIT", value_parser = clap::value_parser!(u32).range(..32),
+          add = control(Count(0)).start("0").within(0.0, 31.0))]
     pub(super) cursor: Option<u32>,
 }
 
@@ -107,7 +109,8 @@ pub(super) struct BlocksArgs {
     #[arg(long, default_value = "mxfp8", value_parser = variants::<Scheme>(), add = control(Among(Scheme::VARIANTS)))]
     pub(super) scheme: Scheme,
     /// Factor on the first value of each row
-    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale))]
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true,
+          add = control(Scale))]
     pub(super) outlier: f64,
     /// The amax that delayed scaling uses, as a factor on the tensor's actual one
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, add = control(Scale))]
@@ -129,7 +132,8 @@ pub(super) struct SoftmaxArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).start_from_run("12"))]
     pub(super) logit: Option<f64>,
     /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=Softmax::MAX_LENGTH), add = control(Double(4096)).start_from_run("4096"))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=Softmax::MAX_LENGTH),
+          add = control(Double(4096)).start_from_run("4096"))]
     pub(super) length: Option<u64>,
     /// A position
     #[arg(long, value_parser = parse_value, default_value = "4095", add = control(Count(4095)).within(0.0, f64::MAX))]
@@ -164,7 +168,8 @@ pub(super) struct FailuresArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("5e-5"))]
     pub(super) update: Option<f64>,
     /// Steps
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(..=FailureDemo::MAX_STEPS), add = control(Double(3)))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(..=FailureDemo::MAX_STEPS),
+          add = control(Double(3)))]
     pub(super) steps: u64,
 }
 
@@ -174,26 +179,31 @@ pub(super) struct RangesArgs {
     #[arg(allow_negative_numbers = true, default_values = ["1e-8", "65504"], add = control(Typed).start("1e-8,65504"))]
     pub(super) values: Vec<String>,
     /// Exponent at the chart's left end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(-30)))]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(),
+          add = control(Count(-30)))]
     pub(super) from: Option<i32>,
     /// Exponent at the chart's right end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(40)))]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(),
+          add = control(Count(40)))]
     pub(super) to: Option<i32>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct UlpArgs {
     /// The weight [default: 1, or the root mean square of the run's]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("1"))]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true,
+          add = control(Scale).start_from_run("1"))]
     pub(super) center: Option<f64>,
     /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("5e-5"))]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true,
+          add = control(Scale).start_from_run("5e-5"))]
     pub(super) update: Option<f64>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct ScalerArgs {
-    /// Options of the scaler that all settings share, such as `init_scale=32768` [default: `growth_interval=50`, or the run's]
+    /// Options of the scaler that all settings share, such as `init_scale=32768` [default: `growth_interval=50`, or the
+    /// run's]
     #[arg(long, value_name = "KEY=VALUE,…", add = Controls(OPTIONS))]
     pub(super) base: Option<String>,
     /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
@@ -206,19 +216,23 @@ pub(super) struct ScalerArgs {
     #[arg(long, value_parser = parse_value, default_value_t = 1.0, add = control(By(0.25)).within(0.0, f64::MAX))]
     pub(super) sigma: f64,
     /// Change of the level in 1,000 steps, in binades
-    #[arg(long, value_parser = parse_value, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 0.0, allow_negative_numbers = true,
+          add = control(By(0.5)).rare())]
     pub(super) drift: f64,
     /// Share of steps with a spike
-    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0).rare())]
+    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0,
+          add = control(By(0.005)).within(0.0, 1.0).rare())]
     pub(super) spikes: f64,
     /// Height of a spike, in binades
-    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true,
+          add = control(By(1.0)).rare())]
     pub(super) spike: f64,
     /// The step at which the level rises by `--jump` binades
     #[arg(long, value_name = "STEP", add = control(Count(1000)).within(0.0, f64::MAX).rare())]
     pub(super) jump_at: Option<u64>,
     /// Height of the jump at `--jump-at`, in binades
-    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
+    #[arg(long, value_parser = parse_value, default_value_t = 6.0, allow_negative_numbers = true,
+          add = control(By(1.0)).rare())]
     pub(super) jump: f64,
     /// Number of steps, without a run
     // The help has it after `--setting`.
@@ -228,13 +242,15 @@ pub(super) struct ScalerArgs {
     #[arg(long, value_name = "STEP,…", value_delimiter = ',', add = control(Typed))]
     pub(super) overflow_at: Vec<u64>,
     /// Probability that a step is forced to overflow
-    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0).rare())]
+    #[arg(long, value_name = "SHARE", value_parser = parse_value, default_value_t = 0.0,
+          add = control(By(0.01)).start("").within(0.0, 1.0).rare())]
     pub(super) rate: f64,
     /// The seed of the gradients
     #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX).rare())]
     pub(super) seed: u64,
     /// Repeat with this many seeds, and print means with 95 % intervals
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000), add = control(Count(10)).within(2.0, 100.0).rare())]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000),
+          add = control(Count(10)).within(2.0, 100.0).rare())]
     pub(super) seeds: Option<u64>,
     /// A step to explain, where the chart ends
     #[arg(long, value_name = "STEP", add = control(Count(0)).within(0.0, f64::MAX).rare())]
@@ -245,13 +261,15 @@ pub(super) struct ScalerArgs {
 pub(super) struct UnderflowArgs {
     /// log2 of the loss scale to show [default: the best]
     // The help has it after `--format`.
-    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(0)))]
+    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(),
+          add = control(Count(0)))]
     pub(super) scale: Option<i32>,
     /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
     #[arg(long, default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
     pub(super) format: FloatFormat,
     /// Mean of log2 of the magnitudes, without a run
-    #[arg(long, value_parser = parse_value, default_value_t = -22.0, allow_negative_numbers = true, add = control(By(1.0)))]
+    #[arg(long, value_parser = parse_value, default_value_t = -22.0, allow_negative_numbers = true,
+          add = control(By(1.0)))]
     pub(super) mu: f64,
     /// Standard deviation of log2 of the magnitudes
     #[arg(long, value_parser = parse_value, default_value_t = 4.0, add = control(By(0.5)).within(0.5, f64::MAX))]
@@ -266,7 +284,8 @@ pub(super) struct UnderflowArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct MemoryArgs {
-    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, a number of parameters such as `350M`, or a folder or .gguf file
+    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, a number of parameters such as `350M`, or a folder or .gguf
+    /// file
     #[arg(long, add = control(Among(MODELS)).start_from_run("distilgpt2"))]
     pub(super) model: Option<String>,
     /// Sequences in a micro-batch
@@ -281,13 +300,15 @@ pub(super) struct MemoryArgs {
     /// Processes that share a step; the figures are for one of them
     #[arg(long, default_value_t = 1, add = control(Double(1)))]
     pub(super) processes: usize,
-    #[arg(long, value_name = "PART", default_value = "optimizer", value_parser = Sharding::parse, help = Sharding::HELP)]
+    #[arg(long, value_name = "PART", default_value = "optimizer", value_parser = Sharding::parse,
+          help = Sharding::HELP)]
     pub(super) shard: Sharding,
     /// Rank of the adapters of `LoRA`
     #[arg(long, default_value_t = 16, add = control(Double(16)))]
     pub(super) rank: usize,
     /// Memory to fit in: `16GB`, `512MB`, `16GiB`
-    #[arg(long, value_name = "BYTES", default_value = "16GB", value_parser = parse_bytes, add = control(Among(MEMORY_SIZES)))]
+    #[arg(long, value_name = "BYTES", default_value = "16GB", value_parser = parse_bytes,
+          add = control(Among(MEMORY_SIZES)))]
     pub(super) memory: Option<u64>,
     /// Count attention's scores, which candle's operations on a GPU store [default: as the run did]
     #[arg(long)]

@@ -6,8 +6,8 @@ use crate::Result;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 
-/// Copies the shard `own` of each process into the `whole` of all processes. `own` may be a part of `whole` itself. A single
-/// process has nothing to do.
+/// Copies the shard `own` of each process into the `whole` of all processes. `own` may be a part of `whole` itself. A
+/// single process has nothing to do.
 pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup) -> Result<()> {
     let Some(shards) = own.shards() else { return Ok(()) };
     if let Some(gpus) = group.gpus() {

@@ -1,7 +1,7 @@
 //! The processes of a job that `mpirun`, `srun` or Kubernetes has started, which exchange bytes through MPI.
 //!
-//! MPI is initialized only if a launcher has set its variables, so the same program also runs as a single process. Every wait has
-//! a limit: if a process sends nothing for too long, the job ends with its name.
+//! MPI is initialized only if a launcher has set its variables, so the same program also runs as a single process.
+//! Every wait has a limit: if a process sends nothing for too long, the job ends with its name.
 
 use super::{Job, LaunchEnv, Place, ProcessGroup, pause};
 use crate::{Error, Result};
@@ -14,8 +14,8 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-/// Bytes of an MPI message. Libraries send as much over TCP without a handshake. A handshake would wait for the data in the
-/// same direction, so two processes would send large data one after the other instead of at the same time.
+/// Bytes of an MPI message. Libraries send as much over TCP without a handshake. A handshake would wait for the data in
+/// the same direction, so two processes would send large data one after the other instead of at the same time.
 const MESSAGE_BYTES: usize = 60 << 10;
 
 static UNIVERSE: Mutex<Option<Universe>> = Mutex::new(None);
@@ -28,8 +28,8 @@ pub struct Mpi {
 }
 
 impl Mpi {
-    /// Initializes MPI, if a launcher has started this process as one of several. `on_timeout` ends the process, and with it
-    /// the job, after the time limit. Fails if MPI does not start, or does not support several threads.
+    /// Initializes MPI, if a launcher has started this process as one of several. `on_timeout` ends the process, and
+    /// with it the job, after the time limit. Fails if MPI does not start, or does not support several threads.
     pub fn init(on_timeout: fn(&str) -> !) -> Result<Option<Self>> {
         let Some(launch) = LaunchEnv::detect()? else { return Ok(None) };
         let mut job = Job::new(launch.rank, on_timeout)?;

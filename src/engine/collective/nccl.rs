@@ -100,7 +100,8 @@ impl Functions {
 /// A message of each process to the others before they connect.
 #[derive(Serialize, Deserialize)]
 struct Candidate {
-    /// Whether its kernels compute the gradients' statistics on a GPU that no other process uses, or that processes may share.
+    /// Whether its kernels compute the gradients' statistics on a GPU that no other process uses, or that processes may
+    /// share.
     has_gpu: bool,
     /// The reason why it cannot load NCCL.
     problem: Option<String>,
@@ -122,9 +123,9 @@ impl Candidate {
 
 /// A group of processes that have a GPU each. Messages go through another group.
 ///
-/// Tensors are exchanged on a separate stream, which waits for the work that was queued before. The stream of the computation
-/// never waits for an exchange: this thread does, because only a thread can notice that another process has ended. So a
-/// copy to the host cannot wait for a process that has ended, and memory is freed after its exchange.
+/// Tensors are exchanged on a separate stream, which waits for the work that was queued before. The stream of the
+/// computation never waits for an exchange: this thread does, because only a thread can notice that another process has
+/// ended. So a copy to the host cannot wait for a process that has ended, and memory is freed after its exchange.
 #[derive(Debug)]
 struct OnGpus {
     group: Arc<dyn ProcessGroup>,
@@ -152,8 +153,8 @@ struct Pending {
     _tensors: [Vec<(usize, Tensor)>; 2],
 }
 
-/// Connects the GPUs of a group's processes. Returns the group itself if tensors are to go through host memory: on CPUs, with
-/// candle's kernels, and if processes share a GPU. Fails if NCCL is missing or too old in any process.
+/// Connects the GPUs of a group's processes. Returns the group itself if tensors are to go through host memory: on
+/// CPUs, with candle's kernels, and if processes share a GPU. Fails if NCCL is missing or too old in any process.
 pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Result<Arc<dyn ProcessGroup>> {
     if group.world_size() == 1 {
         return Ok(group);
@@ -194,7 +195,8 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     Ok(Arc::new(OnGpus { group, functions, device: device.clone(), stream, state }))
 }
 
-/// Calls `join`, which waits for the other processes, and ends this process if one of them ends meanwhile, or at the time limit.
+/// Calls `join`, which waits for the other processes, and ends this process if one of them ends meanwhile, or at the
+/// time limit.
 fn watched<T>(group: &dyn ProcessGroup, join: impl FnOnce() -> T) -> T {
     let Some(job) = group.job() else { return join() };
     let (joins, joined) = channel::<()>();

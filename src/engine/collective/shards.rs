@@ -1,16 +1,17 @@
-//! The partition of the parameters' elements among processes. Only the owner of an element has its master and moments (`ZeRO`
-//! stage 1).
+//! The partition of the parameters' elements among processes. Only the owner of an element has its master and moments
+//! (`ZeRO` stage 1).
 //!
-//! The parameters of each unit, concatenated in their order, are split into one range per process, so that every process receives
-//! and sends equal parts of a unit's gradients. The boundaries are multiples of the blocks of the gradient statistics, so that
-//! statistics merge in the order of a single process.
+//! The parameters of each unit, concatenated in their order, are split into one range per process, so that every
+//! process receives and sends equal parts of a unit's gradients. The boundaries are multiples of the blocks of the
+//! gradient statistics, so that statistics merge in the order of a single process.
 
 use crate::engine::kernels::summary::TASK_ELEMENTS;
 use crate::precision::PrecisionUnit;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Number of elements of a shard that are exchanged through host memory at a time. It limits the memory of the exchange.
+/// Number of elements of a shard that are exchanged through host memory at a time. It limits the memory of the
+/// exchange.
 pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
 
 /// The shards of a model.
@@ -65,9 +66,9 @@ impl Shards {
         self.cuts[parameter][rank]..self.cuts[parameter][rank + 1]
     }
 
-    /// Splits a shard of `parameters` by parameter, and each parameter's part into pieces of at most `elements`, a multiple of
-    /// [`TASK_ELEMENTS`], so that every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has
-    /// `elements`.
+    /// Splits a shard of `parameters` by parameter, and each parameter's part into pieces of at most `elements`, a
+    /// multiple of [`TASK_ELEMENTS`], so that every piece begins at a block. Groups the pieces into rounds, in order,
+    /// and ends a round that has `elements`.
     pub fn rounds(
         &self,
         rank: usize,
@@ -94,7 +95,8 @@ impl Shards {
     }
 }
 
-/// The border of a block or parameter that is nearest to element `at` of parameters with these lengths; of two the later one.
+/// The border of a block or parameter that is nearest to element `at` of parameters with these lengths; of two the
+/// later one.
 fn nearest_border(lengths: &[usize], at: usize) -> usize {
     let mut start = 0;
     for length in lengths {

@@ -1,7 +1,8 @@
-//! The processes of a job on one machine or several, which exchange bytes through TCP connections between each two of them.
+//! The processes of a job on one machine or several, which exchange bytes through TCP connections between each two of
+//! them.
 //!
-//! Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, the variables of `torchrun`. The others connect to it, learn each other's
-//! addresses from it, and connect to each other.
+//! Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, the variables of `torchrun`. The others connect to it, learn each
+//! other's addresses from it, and connect to each other.
 
 use super::{JOB_VARIABLE, Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
 use crate::{Error, Result};
@@ -20,8 +21,8 @@ const RETRY: Duration = Duration::from_millis(100);
 const PORT_TIME: Duration = Duration::from_secs(70);
 /// The time that a new connection has to send its [`Hello`].
 const HELLO_TIME: Duration = Duration::from_secs(10);
-/// An idle connection is probed after this time. Routers forget idle connections after a few minutes, and two workers exchange
-/// nothing while the leader reads data.
+/// An idle connection is probed after this time. Routers forget idle connections after a few minutes, and two workers
+/// exchange nothing while the leader reads data.
 const IDLE_TIME: Duration = Duration::from_mins(1);
 
 /// The processes of a job.
@@ -57,8 +58,8 @@ impl Hello {
     }
 }
 
-/// The address at which a process listens that belongs to the machine which `host` names and has `address` on it. The name of a
-/// machine is often a loopback address in its own `/etc/hosts`, which other machines cannot reach.
+/// The address at which a process listens that belongs to the machine which `host` names and has `address` on it. The
+/// name of a machine is often a loopback address in its own `/etc/hosts`, which other machines cannot reach.
 fn listening_address(host: &str, address: IpAddr) -> IpAddr {
     let stays_here = host == "localhost" || host.parse::<IpAddr>().is_ok();
     match address {
@@ -73,8 +74,8 @@ fn connect(addresses: impl ToSocketAddrs) -> io::Result<TcpStream> {
     TcpStream::connect(addresses).and_then(reject_loop)
 }
 
-/// Rejects a connection of a port to itself. The kernel makes it if no process listens at a port of this machine, and the
-/// connection happens to get this port.
+/// Rejects a connection of a port to itself. The kernel makes it if no process listens at a port of this machine, and
+/// the connection happens to get this port.
 fn reject_loop(stream: TcpStream) -> io::Result<TcpStream> {
     if stream.local_addr()? == stream.peer_addr()? { Err(ErrorKind::ConnectionRefused.into()) } else { Ok(stream) }
 }
@@ -102,8 +103,8 @@ impl Tcp {
     }
 
     /// Connects this process to all others of the job. Rank 0 provides its `listener`. `on_timeout` ends the process if
-    /// another one sends nothing for the time limit. Fails if a process does not connect within the time limit; the error
-    /// names it.
+    /// another one sends nothing for the time limit. Fails if a process does not connect within the time limit; the
+    /// error names it.
     pub fn connect(
         launch: &LaunchEnv,
         master: &Master,

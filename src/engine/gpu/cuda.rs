@@ -73,8 +73,8 @@ pub(crate) fn open(ordinal: usize, policy: PrecisionPolicy) -> Result<(Device, S
     check_driver(driver_version()?, sys::CUDA_VERSION)?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(first_line)?;
     let cuda = device.as_cuda_device().map_err(first_line)?;
-    // SAFETY: every tensor of this device is created, used and freed on its one stream. `collective/nccl.rs` also uses tensors on
-    // another, and waits for it before they are used again or freed.
+    // SAFETY: every tensor of this device is created, used and freed on its one stream. `collective/nccl.rs` also uses
+    // tensors on another, and waits for it before they are used again or freed.
     unsafe { cuda.disable_event_tracking() };
     let stream = cuda.cuda_stream();
     let context = stream.context();

@@ -278,8 +278,8 @@ impl Decoder {
         self.kernels.clone()
     }
 
-    /// The host's inputs of a pass in training over `tokens` with these targets. The pass is not recorded, and its loss has no
-    /// known factors.
+    /// The host's inputs of a pass in training over `tokens` with these targets. The pass is not recorded, and its loss
+    /// has no known factors.
     pub fn pass_inputs<'a>(&'a self, tokens: InputIds<'a>, targets: &'a [u32], mode: ForwardMode) -> PassInputs<'a> {
         let draw = if let ForwardMode::Train { micro_batch, .. } = mode { micro_batch } else { 0 };
         let InputIds { ids, seq_len, documents } = tokens;
@@ -454,7 +454,8 @@ impl Decoder {
         self.blocks[i].sinks.map(|sinks| weights.fused(sinks))
     }
 
-    /// [`Self::forward_block`] with these buffers and positions. `mix` writes the output of attention or of the recurrence.
+    /// [`Self::forward_block`] with these buffers and positions. `mix` writes the output of attention or of the
+    /// recurrence.
     fn block_pass<'a>(
         &self,
         cx: &mut Context<'a>,

@@ -1,5 +1,5 @@
-//! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a trained
-//! length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
+//! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a
+//! trained length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
 //!
 //! candle's operations on any device: they cost little compared with the products.
 

@@ -59,8 +59,8 @@ pub(super) enum ExpertTensors {
     Plain,
 }
 
-/// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; Llama's
-/// fields are the defaults.
+/// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`;
+/// Llama's fields are the defaults.
 pub struct Family {
     /// `model_type` in `config.json`.
     pub(crate) model_type: &'static str,
@@ -78,7 +78,8 @@ pub struct Family {
     pub(super) write: fn(spec: &ModelSpec) -> Value,
     /// Returns a layer's name, its parameters' without `.weight` and `.bias`.
     pub(super) layer_name: fn(layer: ModuleId) -> String,
-    /// Returns a stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
+    /// Returns a stored tensor's name without the prefix that some files use; `None` for a buffer that is not a
+    /// parameter.
     pub(super) parameter_name: fn(tensor: &str) -> Option<&str>,
     /// The prefix that transformers gives every parameter except the head's.
     pub(super) prefix: &'static str,
@@ -94,8 +95,8 @@ const TEXT_PREFIXES: [&str; 2] = ["language_model.", "model.language_model."];
 const IMAGE_PREFIXES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
 
 impl Family {
-    /// Returns the name of a stored tensor without prefixes; `None` for a buffer, and for the image part of a model of images and
-    /// text.
+    /// Returns the name of a stored tensor without prefixes; `None` for a buffer, and for the image part of a model of
+    /// images and text.
     pub(crate) fn parameter<'a>(&self, tensor: &'a str) -> Option<&'a str> {
         let inner = tensor.strip_prefix("model.").unwrap_or(tensor);
         if IMAGE_PREFIXES.iter().any(|prefix| inner.starts_with(prefix)) {
@@ -110,8 +111,8 @@ impl Family {
         if name.starts_with("lm_head.") { name } else { format!("{}{name}", self.prefix) }
     }
 
-    /// The tensor that has a matrix of each expert, and the place of `parameter` in it: `input_linear.3.weight` is matrix 3 of
-    /// `input_linear.weight`. `None` if it has a separate tensor.
+    /// The tensor that has a matrix of each expert, and the place of `parameter` in it: `input_linear.3.weight` is
+    /// matrix 3 of `input_linear.weight`. `None` if it has a separate tensor.
     pub(crate) fn stack_of(&self, parameter: &str) -> Option<(String, usize)> {
         let (layer, last) = parameter.rsplit_once('.').filter(|(_, last)| matches!(*last, "weight" | "bias"))?;
         let (stack, expert) = layer.rsplit_once('.')?;

@@ -241,7 +241,8 @@ impl Linear {
         Ok(magnitude_scale)
     }
 
-    /// Writes the gradients of weight and bias, and of the adapter's, given the input and the gradient of the output, `dy`.
+    /// Writes the gradients of weight and bias, and of the adapter's, given the input and the gradient of the output,
+    /// `dy`.
     pub(super) fn backward_weight(
         &self,
         cx: &mut Context<'_>,

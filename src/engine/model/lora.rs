@@ -4,8 +4,8 @@
 //! (Kalajdzievski, 2023) divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A`
 //! a trained length.
 //!
-//! The factors of all experts are stacked: A `[experts · r, in]` and B `[experts · out, r]`. PEFT, whose names they have,
-//! adapts transformers' tensors of all experts (`target_parameters`).
+//! The factors of all experts are stacked: A `[experts · r, in]` and B `[experts · out, r]`. PEFT, whose names they
+//! have, adapts transformers' tensors of all experts (`target_parameters`).
 
 use super::dora;
 use super::parameters::Parameters;
@@ -45,16 +45,16 @@ impl Lora {
         self.alpha / if self.rslora { r.sqrt() } else { r }
     }
 
-    /// The layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one. Routers and experts have
-    /// the names of transformers' parameters. Fails with [`Error::Config`] for `lora.target_modules` naming one that matches no
-    /// layer.
+    /// The layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one. Routers and experts
+    /// have the names of transformers' parameters. Fails with [`Error::Config`] for `lora.target_modules` naming one
+    /// that matches no layer.
     pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         let linears = spec.adaptable_layers().into_iter().map(|adaptable| adaptable.layer).collect();
         find(spec, &linears, "lora.target_modules", "linear layer of a block", targets)
     }
 
-    /// The layers that `modules` name; all have parameters. Fails with [`Error::Config`] if a name matches no layer, a tied
-    /// table, or a part of a fused tensor.
+    /// The layers that `modules` name; all have parameters. Fails with [`Error::Config`] if a name matches no layer, a
+    /// tied table, or a part of a fused tensor.
     pub fn modules_to_save(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         const KEY: &str = "lora.modules_to_save";
         let base = spec.base_parameters();
@@ -92,7 +92,8 @@ impl Lora {
         shortest_names(&all, layers, by_letters)
     }
 
-    /// The shortest names that match the parameters of these routers and experts and no other: PEFT's `target_parameters`.
+    /// The shortest names that match the parameters of these routers and experts and no other: PEFT's
+    /// `target_parameters`.
     pub fn parameter_names(spec: &ModelSpec, layers: &BTreeSet<ModuleId>) -> Vec<String> {
         let others = spec.base_parameters().into_iter().map(|entry| (entry.name, entry.layer));
         let mut all: Vec<_> = others.filter(|(_, layer)| !is_parameter(layer.op)).collect();
@@ -114,7 +115,8 @@ impl Lora {
         Ok(())
     }
 
-    /// The name of an adapter's factors without `.lora_A.weight`. PEFT wraps the second of the experts' tensors around the first.
+    /// The name of an adapter's factors without `.lora_A.weight`. PEFT wraps the second of the experts' tensors around
+    /// the first.
     fn factor_name(&self, spec: &ModelSpec, layer: ModuleId) -> String {
         let name = target_name(spec, layer);
         let Some((module, _)) = name.rsplit_once('.').filter(|_| is_parameter(layer.op)) else { return name };

@@ -1,8 +1,8 @@
 //! Mixtures of experts: a router chooses a few of a block's MLPs for each token and adds their outputs with weights
 //! (Shazeer et al., 2017).
 //!
-//! The experts' products have a row for each token and each of its experts. Rows are sorted by expert, so that each expert
-//! computes a range of neighbouring rows.
+//! The experts' products have a row for each token and each of its experts. Rows are sorted by expert, so that each
+//! expert computes a range of neighbouring rows.
 
 use super::family::{ConfigReader, GgufKey};
 use super::hook::{Hook, HookPoint, TensorKind};
@@ -27,8 +27,8 @@ pub struct Experts {
     pub balance: f64,
 }
 
-/// The maximum number of experts of a block, and of experts of all blocks. Their parameters are listed before their memory is
-/// known.
+/// The maximum number of experts of a block, and of experts of all blocks. Their parameters are listed before their
+/// memory is known.
 const MAX_EXPERTS: [usize; 2] = [1 << 10, 1 << 16];
 /// The key of the number of a token's experts.
 const TOP_K: &str = "num_experts_per_tok";
@@ -38,8 +38,8 @@ pub(super) const NORMALIZED: &str = "norm_topk_prob";
 const BALANCE: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 
 impl Experts {
-    /// Reads the experts of a model of `layers` blocks. `count` is the key of their number and its default; `top_k` and `balance` are
-    /// defaults.
+    /// Reads the experts of a model of `layers` blocks. `count` is the key of their number and its default; `top_k` and
+    /// `balance` are defaults.
     pub(super) fn read(
         keys: &ConfigReader<'_>,
         count: (&str, usize),
@@ -83,14 +83,16 @@ impl Experts {
         [("expert_count", count, true), ("expert_used_count", TOP_K, true)]
     }
 
-    /// The keys of GGUF files that have the width of experts, and perhaps of other MLPs. `width` is its key in a `config.json`.
+    /// The keys of GGUF files that have the width of experts, and perhaps of other MLPs. `width` is its key in a
+    /// `config.json`.
     pub(super) const fn gguf_width(width: &'static str) -> [GgufKey; 2] {
         [("feed_forward_length", "intermediate_size", false), ("expert_feed_forward_length", width, true)]
     }
 }
 
-/// The load-balancing loss of a micro-batch (Fedus et al., 2021), as transformers computes it: the number of experts times Σ f · P.
-/// f is the share of all blocks' tokens that choose an expert, and P the mean of its probabilities. Padding does not count.
+/// The load-balancing loss of a micro-batch (Fedus et al., 2021), as transformers computes it: the number of experts
+/// times Σ f · P. f is the share of all blocks' tokens that choose an expert, and P the mean of its probabilities.
+/// Padding does not count.
 #[derive(Debug, Default)]
 pub(super) struct LoadBalance {
     /// dL/d(loss); 0 without this loss.
@@ -240,8 +242,8 @@ pub(super) struct ExpertMlps {
     router: Linear,
     settings: RouterSettings,
     experts: Vec<Expert>,
-    /// Whether the experts' outputs are multiplied with their weights, because these have a bias; otherwise the inputs of their last
-    /// products are.
+    /// Whether the experts' outputs are multiplied with their weights, because these have a bias; otherwise the inputs
+    /// of their last products are.
     weighs_outputs: bool,
 }
 
@@ -311,8 +313,8 @@ impl ExpertMlps {
         if self.weighs_outputs { op::ScaleRows { x: rows, weights }.run(cx.kernels) } else { Ok(()) }
     }
 
-    /// Backpropagates `dy [N, D]` to the activation's output, [`SublayerGrads::activated`](super::workspace::SublayerGrads), and
-    /// computes the gradient of the router's logits.
+    /// Backpropagates `dy [N, D]` to the activation's output,
+    /// [`SublayerGrads::activated`](super::workspace::SublayerGrads), and computes the gradient of the router's logits.
     pub(super) fn backward_down(
         &self,
         cx: &mut Context<'_>,
@@ -346,8 +348,8 @@ impl ExpertMlps {
         Ok(())
     }
 
-    /// Backpropagates `dy`, the gradient of the activation's input, and the gradient of the router's logits to `dx [N, D]`, given
-    /// the normalised stream `x`.
+    /// Backpropagates `dy`, the gradient of the activation's input, and the gradient of the router's logits to
+    /// `dx [N, D]`, given the normalised stream `x`.
     pub(super) fn backward_up(
         &self,
         cx: &mut Context<'_>,
@@ -374,8 +376,8 @@ impl ExpertMlps {
         })
     }
 
-    /// Calls `visit` with each expert that has rows, and a function that returns its rows of a tensor. Zeroes the gradients of the
-    /// product `zeroed` of each other one.
+    /// Calls `visit` with each expert that has rows, and a function that returns its rows of a tensor. Zeroes the
+    /// gradients of the product `zeroed` of each other one.
     fn for_each<'a>(
         &self,
         cx: &mut Context<'a>,

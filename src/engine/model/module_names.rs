@@ -8,9 +8,9 @@ use std::collections::BTreeSet;
 const SUGGESTIONS: usize = 3;
 
 impl ModelSpec {
-    /// The modules with parameters that the comma-separated `names` select. A name consists of whole parts of a module's
-    /// name: `h.0-3` selects the blocks 0 to 3 of any family, `h.2.mlp` an MLP, `c_fc` a layer of every block. `key` is the
-    /// setting. Fails with [`Error::Config`] for a name that matches nothing, with similar names.
+    /// The modules with parameters that the comma-separated `names` select. A name consists of whole parts of a
+    /// module's name: `h.0-3` selects the blocks 0 to 3 of any family, `h.2.mlp` an MLP, `c_fc` a layer of every block.
+    /// `key` is the setting. Fails with [`Error::Config`] for a name that matches nothing, with similar names.
     pub fn modules_named(&self, key: &str, names: &str) -> Result<BTreeSet<ModuleId>> {
         let modules: BTreeSet<ModuleId> = self.base_parameters().iter().map(|entry| entry.layer).collect();
         let mut found = BTreeSet::new();
@@ -43,8 +43,8 @@ impl ModelSpec {
         Ok(())
     }
 
-    /// This model with the modules frozen that `names` selects. `key` is the setting. Fails with [`Error::Config`] if `names`
-    /// selects a part of a fused tensor, everything, or nothing.
+    /// This model with the modules frozen that `names` selects. `key` is the setting. Fails with [`Error::Config`] if
+    /// `names` selects a part of a fused tensor, everything, or nothing.
     pub fn with_frozen(self, key: &str, names: &str) -> Result<Self> {
         let frozen = self.modules_named(key, names)?;
         self.check_whole_products(key, &frozen)?;

@@ -197,7 +197,8 @@ impl Parameters {
         self.base.as_ref()
     }
 
-    /// The shard of process `rank` of whole parameters: for each a row of elements, which may be empty, in the same memory.
+    /// The shard of process `rank` of whole parameters: for each a row of elements, which may be empty, in the same
+    /// memory.
     pub fn shard(&self, shards: &Arc<Shards>, rank: usize) -> Result<Self> {
         let mut parts = self.clone();
         parts.shard = Some((shards.clone(), rank));
@@ -354,8 +355,8 @@ impl Parameters {
         self.position(name).map(|index| &self.tensors[index])
     }
 
-    /// Runs `body`, which generates text: the products that this thread begins pack each weight only once. The weights must not
-    /// change meanwhile.
+    /// Runs `body`, which generates text: the products that this thread begins pack each weight only once. The weights
+    /// must not change meanwhile.
     pub fn with_packed<R>(&self, body: impl FnOnce() -> R) -> R {
         let base = self.base.iter().flat_map(|base| &base.fused);
         matmul::with_packed(self.fused.iter().chain(base), body)

@@ -226,8 +226,8 @@ impl Rope {
         }
     }
 
-    /// The embeddings of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the keys of their bases
-    /// with the defaults.
+    /// The embeddings of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the keys of
+    /// their bases with the defaults.
     pub(super) fn by_layer_type(
         config: &Map<String, Value>,
         theta: [(&str, f64); 2],
@@ -453,8 +453,8 @@ fn object<'a>(config: &'a Map<String, Value>, key: &str) -> Result<Option<&'a Ma
     }
 }
 
-/// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an empty
-/// `rope_scaling` does not.
+/// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an
+/// empty `rope_scaling` does not.
 pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Result<Map<String, Value>, String> {
     let mut config = config.clone();
     if parameters(&config)?.is_none() && config.get("rope_parameters").is_none_or(Value::is_null) {

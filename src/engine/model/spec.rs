@@ -266,8 +266,8 @@ impl ModelSpec {
         Self::from_config(&json).map_err(fail)
     }
 
-    /// Like [`Self::from_json`], from a parsed `config.json`. Reads the text part of a model of images and text, whose outer keys
-    /// have precedence, as in transformers.
+    /// Like [`Self::from_json`], from a parsed `config.json`. Reads the text part of a model of images and text, whose
+    /// outer keys have precedence, as in transformers.
     pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
         let Some(text) = json.get("text_config").and_then(Value::as_object) else {
             return families::read(&ConfigReader(json));
@@ -457,8 +457,8 @@ impl ModelSpec {
         products
     }
 
-    /// The layers of all blocks that can have an adapter: linear layers as files have them, routers, and the products of the first
-    /// expert, which represents all.
+    /// The layers of all blocks that can have an adapter: linear layers as files have them, routers, and the products
+    /// of the first expert, which represents all.
     pub(super) fn adaptable_layers(&self) -> Vec<AdaptableLayer> {
         let mut shared = Vec::new();
         if let Some(experts) = self.experts {
@@ -492,8 +492,8 @@ impl ModelSpec {
         products.into_values().filter(|product| product.members > 0).collect()
     }
 
-    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model except frozen
-    /// modules, or its adapters and saved layers.
+    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model
+    /// except frozen modules, or its adapters and saved layers.
     pub fn parameters(&self) -> Vec<ParamSpec> {
         let mut trained = self.base_parameters();
         trained.retain(|entry| self.trains(entry.layer));
@@ -517,8 +517,8 @@ impl ModelSpec {
         }
     }
 
-    /// The lowest block that has to be in the backward pass, because it or a block below it is trained; the number of blocks if
-    /// none has to.
+    /// The lowest block that has to be in the backward pass, because it or a block below it is trained; the number of
+    /// blocks if none has to.
     pub(crate) fn first_trained_block(&self) -> usize {
         if self.lora.is_none() && self.frozen.is_empty() {
             return 0;
@@ -531,8 +531,8 @@ impl ModelSpec {
         self.parameters().into_iter().map(block).min().unwrap_or(self.num_layers)
     }
 
-    /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized. Only a base of adapters has
-    /// some, because a checkpoint has all other weights in the compute type.
+    /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized. Only a base of
+    /// adapters has some, because a checkpoint has all other weights in the compute type.
     pub fn quantized_params(&self) -> BTreeMap<String, GgmlDType> {
         let frozen = if self.lora.is_some() { self.frozen_parameters() } else { Vec::new() };
         let quantized = |entry: &&ParamSpec| self.quantized.contains_key(&entry.name);

@@ -278,8 +278,8 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
-/// The part of the buffer of a block's queries, keys and values, or of its recurrence's input: blocks that share a buffer may need
-/// fewer columns.
+/// The part of the buffer of a block's queries, keys and values, or of its recurrence's input: blocks that share a
+/// buffer may need fewer columns.
 pub(super) fn mixer_input(spec: &ModelSpec, block: usize, buffer: &Tensor) -> Result<Tensor> {
     narrowed(buffer, spec.mixer_widths(Some(block))[0])
 }
@@ -398,7 +398,8 @@ impl<T> LayerScratch<T> {
 }
 
 impl<T> Workspace<T> {
-    /// The one list of buffers: `kept` makes those of the forward pass that the backward pass reads, `scratch` the others.
+    /// The one list of buffers: `kept` makes those of the forward pass that the backward pass reads, `scratch` the
+    /// others.
     fn alloc(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
@@ -454,8 +455,8 @@ impl<T> Workspace<T> {
         block.checked_sub(self.compute.len() - self.blocks.len())
     }
 
-    /// Adds the routers' load-balancing loss to the next passes, with dL/d(loss) = `seed`. `row_lens` has the tokens of each row
-    /// without padding, or is empty.
+    /// Adds the routers' load-balancing loss to the next passes, with dL/d(loss) = `seed`. `row_lens` has the tokens of
+    /// each row without padding, or is empty.
     pub(crate) fn balance_experts(&mut self, seed: f64, row_lens: &[usize]) {
         self.balance.get_mut().begin(seed, row_lens, self.seq_len);
     }
@@ -489,8 +490,8 @@ impl<T> Workspace<T> {
         }
     }
 
-    /// Whether sequences with these documents have the frequencies of short ones. As in transformers, the largest position of
-    /// the batch decides, and each document restarts positions.
+    /// Whether sequences with these documents have the frequencies of short ones. As in transformers, the largest
+    /// position of the batch decides, and each document restarts positions.
     pub(super) fn has_short_ropes(&self, documents: Option<&[u32]>) -> bool {
         self.short_rope_caches.as_ref().is_some_and(|(context, _)| {
             let positions = PositionIds { documents, ..self.positions() };
@@ -602,8 +603,8 @@ impl Workspace {
         Ok(Self { rope_caches: of_len(seq_len)?, short_rope_caches, ..buffers })
     }
 
-    /// The identity of a pass over `tokens` to record, with these weights and gradients: a pass of another identity has other buffers
-    /// or kernels.
+    /// The identity of a pass over `tokens` to record, with these weights and gradients: a pass of another identity has
+    /// other buffers or kernels.
     pub fn pass_identity(&self, parameters: [&Parameters; 2], tokens: InputIds<'_>) -> u64 {
         let mut hasher = DefaultHasher::new();
         for parameters in parameters {

@@ -165,8 +165,8 @@ impl AdamW {
         }
     }
 
-    /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`. Appends to `counts`, for
-    /// each parameter, the updates that a 16-bit copy shows.
+    /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`. Appends to
+    /// `counts`, for each parameter, the updates that a 16-bit copy shows.
     pub fn step(
         &mut self,
         kernels: &dyn Kernels,
@@ -232,8 +232,8 @@ pub struct Update {
     pub updates: u64,
 }
 
-/// The weights that updates accumulate in: FP32, with a working copy that is rounded to the compute type; or weights of the
-/// compute type, without a separate working copy.
+/// The weights that updates accumulate in: FP32, with a working copy that is rounded to the compute type; or weights of
+/// the compute type, without a separate working copy.
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
@@ -254,8 +254,8 @@ impl MasterWeights {
         Ok((Self { parameters }, weights.with_base(base)))
     }
 
-    /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are several
-    /// processes, it receives one of `entries` at a time, so no process ever has all masters.
+    /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are
+    /// several processes, it receives one of `entries` at a time, so no process ever has all masters.
     pub fn from_shard_fn(
         entries: &[ParamSpec],
         policy: PrecisionPolicy,
@@ -286,8 +286,8 @@ impl MasterWeights {
         Ok((Self { parameters }, weights))
     }
 
-    /// Keeps the shard of this process in `group`; of a single process, all. If masters are their own working copy, the shard is
-    /// a part of `weights`, which every process has as a whole.
+    /// Keeps the shard of this process in `group`; of a single process, all. If masters are their own working copy, the
+    /// shard is a part of `weights`, which every process has as a whole.
     pub fn shard(self, group: &dyn ProcessGroup, weights: &Parameters) -> Result<Self> {
         if group.world_size() == 1 {
             return Ok(self);
@@ -304,8 +304,8 @@ impl MasterWeights {
         Ok(Self { parameters })
     }
 
-    /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. If the weights are on a GPU
-    /// and the shard on the CPU, it is zeros, which the masters then overwrite.
+    /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. If the weights are
+    /// on a GPU and the shard on the CPU, it is zeros, which the masters then overwrite.
     pub fn compute_copy_of_shard(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
         let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
         let part = weights.shard(shards, rank)?;
@@ -336,7 +336,8 @@ impl MasterWeights {
         &self.parameters
     }
 
-    /// Replaces the working copy of `unit` in `weights` by one with a different dtype; in FP32 it is the masters themselves.
+    /// Replaces the working copy of `unit` in `weights` by one with a different dtype; in FP32 it is the masters
+    /// themselves.
     pub fn change_dtype(
         &self,
         unit: PrecisionUnit,
@@ -391,7 +392,8 @@ pub(super) fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shar
     Arc::new(shards)
 }
 
-/// Whether masters of this type are `part`, a shard of the working copy: if both have the same type, on the same device.
+/// Whether masters of this type are `part`, a shard of the working copy: if both have the same type, on the same
+/// device.
 fn is_part_of_weights(part: &Parameters, masters: DType) -> bool {
     let on_host = part.shards().is_some_and(|shards| shards.on_host);
     (part.device().is_cpu() || !on_host) && part.tensors().iter().all(|weight| weight.dtype() == masters)

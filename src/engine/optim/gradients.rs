@@ -1,4 +1,5 @@
-//! Gradients: as the backward pass writes them, summed over micro-batches, and the statistics that decide whether they are used.
+//! Gradients: as the backward pass writes them, summed over micro-batches, and the statistics that decide whether they
+//! are used.
 
 mod reduce;
 
@@ -59,8 +60,8 @@ pub struct Gradients {
     rank: usize,
     world_size: usize,
     sharding: Sharding,
-    /// The shard of this process of the sums over all processes, one for each node that can be open at a time; none for a single
-    /// process, which has all of the sum.
+    /// The shard of this process of the sums over all processes, one for each node that can be open at a time; none for
+    /// a single process, which has all of the sum.
     shard: Vec<Parameters>,
     shard_nodes: ReductionTree,
     /// The parameters of each unit.
@@ -90,8 +91,8 @@ pub struct Turn {
 pub struct Collector<'a> {
     group: &'a dyn ProcessGroup,
     kernels: &'a dyn Kernels,
-    /// Whether [`GradientStats::amax`] covers the micro-batches' gradients: their FP32 sum does not show the room that each had in
-    /// its own type.
+    /// Whether [`GradientStats::amax`] covers the micro-batches' gradients: their FP32 sum does not show the room that
+    /// each had in its own type.
     measure: bool,
     /// `None` for a single process, and between GPUs.
     thread: Option<AsyncExchange>,
@@ -150,8 +151,9 @@ fn live_shard_sums(sharding: Sharding, micro_batches: usize, world_size: usize) 
     }
 }
 
-/// Adds `x`, a new node, to the sums that it completes, the outermost first, in one pass: a tree of a power of two of leaves then
-/// moves as many bytes as a running sum. Returns false if it completes none. `part` returns the elements of `x` in a sum.
+/// Adds `x`, a new node, to the sums that it completes, the outermost first, in one pass: a tree of a power of two of
+/// leaves then moves as many bytes as a running sum. Returns false if it completes none. `part` returns the elements of
+/// `x` in a sum.
 fn add_node<'a>(
     Merge { at, adds, merges }: Merge,
     kernels: &dyn Kernels,
@@ -169,8 +171,8 @@ fn add_node<'a>(
 }
 
 impl Gradients {
-    /// Buffers of a single process for parameters laid out as `like`'s and on its device, with FP32 sums for steps of up to
-    /// `grad_accum` micro-batches.
+    /// Buffers of a single process for parameters laid out as `like`'s and on its device, with FP32 sums for steps of
+    /// up to `grad_accum` micro-batches.
     pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
         Self::sharded(like, policy, grad_accum, &SingleProcess, Sharding::Optimizer)
     }
@@ -249,9 +251,9 @@ impl Gradients {
         shard.zeros_of_shard(|grad| if self.accumulates { DType::F32 } else { grad.dtype() })
     }
 
-    /// The bytes that [`Gradients::sharded`] allocates for `parameters` parameters, of them `one_block` outside the blocks and in one
-    /// block, in each of `world_size` processes, at most. The second number is the shard's sums, which may be on the CPU even if
-    /// the gradients are on a GPU.
+    /// The bytes that [`Gradients::sharded`] allocates for `parameters` parameters, of them `one_block` outside the
+    /// blocks and in one block, in each of `world_size` processes, at most. The second number is the shard's sums,
+    /// which may be on the CPU even if the gradients are on a GPU.
     pub fn bytes(
         parameters: u64,
         one_block: u64,
@@ -360,8 +362,8 @@ impl Gradients {
         self.turn = turn;
     }
 
-    /// Adds the gradients of a unit to the step's sum, and exchanges them, as soon as the backward pass has written them. A turn
-    /// calls it for each block, the last one first, and then for the parameters outside the blocks.
+    /// Adds the gradients of a unit to the step's sum, and exchanges them, as soon as the backward pass has written
+    /// them. A turn calls it for each block, the last one first, and then for the parameters outside the blocks.
     pub fn collect(&self, unit: PrecisionUnit, collector: &mut Collector<'_>) -> crate::Result<()> {
         let Some(members) = self.units.get(&unit) else { return Ok(()) };
         if self.turn.micro_batch.is_some() {

@@ -86,8 +86,8 @@ fn file_type(encoding: WeightDtype) -> u32 {
     }
 }
 
-/// The type a parameter is stored in: vectors, positions, routers and convolutions in FP32, embedding and head in more bits than the rest. If
-/// rows do not divide into whole blocks, the same fallback types as in llama.cpp.
+/// The type a parameter is stored in: vectors, positions, routers and convolutions in FP32, embedding and head in more
+/// bits than the rest. If rows do not divide into whole blocks, the same fallback types as in llama.cpp.
 fn block_type(entry: &ParamSpec, columns: usize, encoding: WeightDtype) -> GgmlDType {
     let table = matches!(entry.layer.op, ModuleOp::Embedding | ModuleOp::Head);
     let whole = |block: usize| columns.is_multiple_of(block);

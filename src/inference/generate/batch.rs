@@ -18,7 +18,8 @@ const PASS_TOKENS: usize = 1024;
 pub struct Completion {
     /// The new tokens, including the one that ended the text.
     pub ids: Vec<u32>,
-    /// The log-probability of each of `ids` in nats, from the model's logits as they are: `sampling` does not change it.
+    /// The log-probability of each of `ids` in nats, from the model's logits as they are: `sampling` does not change
+    /// it.
     pub log_probs: Vec<f32>,
     /// Why it ended.
     pub reason: StopReason,
@@ -45,8 +46,8 @@ struct RunningText<'a> {
 /// or on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the
 /// weights are also in memory as panels
 /// ([`Parameters::with_packed`](crate::engine::model::Parameters::with_packed)). Fails with
-/// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; [`Error::Data`](crate::Error::Data) for a
-/// prompt without tokens; errors of `on_end`.
+/// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; [`Error::Data`](crate::Error::Data) for
+/// a prompt without tokens; errors of `on_end`.
 pub fn generate_batch(
     model: ModelView<'_>,
     requests: &[GenerationRequest<'_>],

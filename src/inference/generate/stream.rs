@@ -6,7 +6,8 @@ use crate::data::Tokenizer;
 /// Decoders replace bytes that are not UTF-8, including an incomplete character, with this.
 const REPLACEMENT: char = '\u{FFFD}';
 
-/// The text of `ids` after a `prompt`. Some decoders remove the space before the first token of a text, which this is not.
+/// The text of `ids` after a `prompt`. Some decoders remove the space before the first token of a text, which this is
+/// not.
 pub fn decode_after(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> Result<String> {
     let mut stream = TextStream::after(tokenizer, prompt)?;
     let pieces = ids.iter().map(|&id| stream.push(id)).collect::<Result<String>>()?;
@@ -17,8 +18,8 @@ pub fn decode_after(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> Resul
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last tokens that are a text by themselves, because some decoders treat the first token of a text differently, and
-    /// the tokens after them.
+    /// The last tokens that are a text by themselves, because some decoders treat the first token of a text
+    /// differently, and the tokens after them.
     ids: Vec<u32>,
     /// Bytes of `ids`' text that have been returned.
     returned: usize,

@@ -86,8 +86,8 @@ impl ScalerComparison {
 }
 
 impl Trajectory {
-    /// Bars of log2 of the scale under the lowest ceiling of the column's steps. Overflows and the cursor, where the chart
-    /// ends, are marked below.
+    /// Bars of log2 of the scale under the lowest ceiling of the column's steps. Overflows and the cursor, where the
+    /// chart ends, are marked below.
     fn chart(&self, page: &mut Page, index: usize, width: usize, comparison: &ScalerComparison) {
         let height = [8, 8, 4, 3, 2][comparison.trajectories.len().min(4)];
         let (low, high) = comparison.range();

@@ -1,5 +1,5 @@
-//! The dashboard: its state, how records, keys and clicks change it, and how a frame is drawn. It does not wait, write or
-//! read a clock.
+//! The dashboard: its state, how records, keys and clicks change it, and how a frame is drawn. It does not wait, write
+//! or read a clock.
 
 use super::dialogs::Dialog;
 use super::events::Events;
@@ -44,8 +44,8 @@ pub(super) trait Tab {
     /// Handles an action that is not the dashboard's own; keys may work while another tab is `shown`.
     fn act(&mut self, _scene: &mut Scene, _action: Action, _shown: bool) {}
 
-    /// Handles a click on a cell of the tab, which has this width and height. Returns the row of a tensor that the third tab
-    /// should open.
+    /// Handles a click on a cell of the tab, which has this width and height. Returns the row of a tensor that the
+    /// third tab should open.
     fn clicked(&mut self, _scene: &mut Scene, _size: (u16, u16), _at: Position) -> Option<usize> {
         None
     }
@@ -342,8 +342,8 @@ impl App {
         (self.scene.mode == DashboardMode::Attached).then_some(Command::Interrupt)
     }
 
-    /// Handles a mouse event: clicks select a tab, a point of a chart, a tensor or an event; the wheel scrolls. None of them
-    /// sends a command to training, because a stray click must not cost anything.
+    /// Handles a mouse event: clicks select a tab, a point of a chart, a tensor or an event; the wheel scrolls. None of
+    /// them sends a command to training, because a stray click must not cost anything.
     pub(crate) fn mouse(&mut self, mouse: MouseEvent) {
         match mouse.kind {
             MouseEventKind::ScrollDown => self.wheel(NOTCH),

@@ -1,8 +1,8 @@
 //! The charts of the first tab: the loss, a second curve, and the figures at their cursor.
 //!
 //! The loss has the range of batch losses in each column of dots, the smoothed curve, and validation losses. The second
-//! chart has the loss scale as a staircase with a mark at every overflow, or another curve. Other runs are overlaid, each
-//! with its letter at the end.
+//! chart has the loss scale as a staircase with a mark at every overflow, or another curve. Other runs are overlaid,
+//! each with its letter at the end.
 
 use super::keys::Action;
 use super::overview::Panel;
@@ -58,8 +58,8 @@ impl Charts {
         self.cursor = (last > 0).then(|| (moved.round() as u64).clamp(first.min(last), last));
     }
 
-    /// The index in `SMOOTHING` that the loss is smoothed over: the selected one, or the one that suits the run. Its length
-    /// means no smoothing.
+    /// The index in `SMOOTHING` that the loss is smoothed over: the selected one, or the one that suits the run. Its
+    /// length means no smoothing.
     pub(super) fn window(&self, run: &RunState) -> usize {
         self.smoothing.unwrap_or_else(|| smoothing_for(run.total_steps()))
     }
@@ -107,8 +107,8 @@ pub(super) struct Chart {
 }
 
 impl Chart {
-    /// The x axis has the last steps if a range is set; else from the first known step (0 for a run known from its start) to
-    /// the last step of the longest run shown.
+    /// The x axis has the last steps if a range is set; else from the first known step (0 for a run known from its
+    /// start) to the last step of the longest run shown.
     pub(super) fn new(scene: &Scene, y: (f64, f64), unit: AxisUnit) -> Self {
         let run = scene.run();
         let charts = &scene.charts;

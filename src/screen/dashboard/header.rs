@@ -1,5 +1,5 @@
-//! The first line: the run's phase, its name, and the tabs. If it is too narrow, it drops in this order: the long form of
-//! the precision, the model if the run's name contains it, the tabs' names, the run.
+//! The first line: the run's phase, its name, and the tabs. If it is too narrow, it drops in this order: the long form
+//! of the precision, the model if the run's name contains it, the tabs' names, the run.
 
 use super::app::TABS;
 use super::scene::{DashboardMode, Scene};

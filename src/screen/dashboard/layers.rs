@@ -1,4 +1,5 @@
-//! The layers: the type each computes in, and the variance of its gradient, which may move a block into FP8 and out of it.
+//! The layers: the type each computes in, and the variance of its gradient, which may move a block into FP8 and out of
+//! it.
 
 use super::charts::{AxisUnit, Chart};
 use super::scene::Scene;

@@ -83,7 +83,8 @@ impl Tab for Overview {
 }
 
 /// Draws the skipped steps, newest first: the new scale and the tensors that overflowed. If the overflow was traced, an
-/// arrow marks the pass it began in, forward or backward, followed by the layer. The title names the layers in fallback.
+/// arrow marks the pass it began in, forward or backward, followed by the layer. The title names the layers in
+/// fallback.
 fn draw_overflows(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let (skipped, steps) = (run.step.skipped, run.step.step);
@@ -108,8 +109,8 @@ fn draw_overflows(scene: &Scene, canvas: &mut Canvas) {
     }
 }
 
-/// Draws where an overflow began, if that is known, then the tensors that were not finite, worst first, as far as they fit,
-/// and the number of the others.
+/// Draws where an overflow began, if that is known, then the tensors that were not finite, worst first, as far as they
+/// fit, and the number of the others.
 fn draw_names(row: &OverflowRow, canvas: &mut Canvas, x: u16, y: u16) {
     let room = usize::from(canvas.width().saturating_sub(x));
     let mut text = row.origin.as_ref().map_or_else(String::new, words::beginning);

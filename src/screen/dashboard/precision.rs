@@ -1,4 +1,5 @@
-//! The second tab: the gradients on a ruler, and the table "if the loss scale were 2^k". The first tab has a smaller ruler.
+//! The second tab: the gradients on a ruler, and the table "if the loss scale were 2^k". The first tab has a smaller
+//! ruler.
 
 use super::app::Tab;
 use super::layout;

@@ -39,8 +39,8 @@ impl Tab for Samples {
     }
 }
 
-/// Prompt and text in lines of at most `width` columns, wrapped at any character; each with the number of its bytes that
-/// belong to the prompt.
+/// Prompt and text in lines of at most `width` columns, wrapped at any character; each with the number of its bytes
+/// that belong to the prompt.
 pub(super) fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, usize)> {
     let mut lines = vec![(String::new(), 0, 0)];
     let pieces = prompt.chars().map(|c| (c, true)).chain(text.chars().map(|c| (c, false)));

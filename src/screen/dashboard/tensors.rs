@@ -243,8 +243,8 @@ fn touched(run: &RunState, name: &str) -> Option<String> {
     run.tensors.underflow_onsets.get(name).map(u64::to_string)
 }
 
-/// Draws a tensor's smallest and largest magnitude over the run, with the format's limits, and the variance of its layer's
-/// gradient where it was measured.
+/// Draws a tensor's smallest and largest magnitude over the run, with the format's limits, and the variance of its
+/// layer's gradient where it was measured.
 fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     let run = scene.run();
     let Some(row) = run.tensors.rows.iter().find(|row| row.name == *name) else { return };

@@ -650,7 +650,7 @@ fn a_frame_is_drawn_in_milliseconds() {
     assert!(each < Duration::from_millis(if cfg!(debug_assertions) { 25 } else { 5 }), "{each:?}");
 }
 
-/// Writes a log of `steps` steps with the default intervals and opens it as `watch` does; returns the time and memory used.
+/// Writes a log of `steps` steps with the default intervals and opens it as `watch` does; returns time and memory.
 fn open_long_log(steps: u64) -> (Duration, u64, App) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");

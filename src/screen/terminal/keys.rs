@@ -75,8 +75,8 @@ pub(crate) fn is_ctrl_z(key: KeyEvent) -> bool {
 /// Columns between a key and its text, and after the text.
 pub(crate) const GAPS: (u16, u16) = (2, 3);
 
-/// The footer's entries (key, text) for the rows that are `shown`, in at most `width` columns: in full if all of them fit.
-/// Entries are dropped from the end, except the last two, help and quit.
+/// The footer's entries (key, text) for the rows that are `shown`, in at most `width` columns: in full if all of them
+/// fit. Entries are dropped from the end, except the last two, help and quit.
 pub(crate) fn footer<A: Copy>(
     table: &[Binding<A>],
     width: usize,

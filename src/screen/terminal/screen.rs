@@ -1,8 +1,8 @@
 //! Takes over the terminal for a screen, and restores it in every case.
 //!
-//! Restoring happens once, at the first of: the guard's `Drop`, the panic hook of any thread (before it prints the message),
-//! and a signal that ends the process at once. Drawing and restoring take the same lock, so nothing is drawn on a restored
-//! terminal.
+//! Restoring happens once, at the first of: the guard's `Drop`, the panic hook of any thread (before it prints the
+//! message), and a signal that ends the process at once. Drawing and restoring take the same lock, so nothing is drawn
+//! on a restored terminal.
 
 use super::signals::{ShutdownFlag, leave};
 use ratatui::backend::CrosstermBackend;
@@ -42,8 +42,8 @@ pub(crate) struct Screen<W: Write> {
 }
 
 impl<W: Write> Screen<W> {
-    /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`. After the signal of
-    /// `ending` the process ends although the terminal accepts no output.
+    /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`. After the signal
+    /// of `ending` the process ends although the terminal accepts no output.
     pub(crate) fn enter(mut writer: W, mouse: bool, ending: &ShutdownFlag) -> io::Result<Self> {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
@@ -91,8 +91,8 @@ impl<W: Write> Drop for Screen<W> {
     }
 }
 
-/// Reads keys, mouse events and new sizes on a separate thread, because crossterm's reader never returns if the terminal
-/// hangs up while it reads.
+/// Reads keys, mouse events and new sizes on a separate thread, because crossterm's reader never returns if the
+/// terminal hangs up while it reads.
 struct Keyboard {
     events: Receiver<Event>,
     closed: Arc<AtomicBool>,

@@ -34,8 +34,8 @@ pub fn set_training(is_running: bool) {
 
 /// Handles signals during a training run.
 ///
-/// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and makes a run in
-/// progress save and stop. A SIGINT or SIGTERM that comes at least a second later ends the process at once; the
+/// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and makes a
+/// run in progress save and stop. A SIGINT or SIGTERM that comes at least a second later ends the process at once; the
 /// system may send the other two repeatedly. SIGUSR1 saves. The exit code is 130, and the terminal is restored first.
 #[derive(Clone, Default)]
 pub struct SignalHandler {
@@ -79,8 +79,8 @@ impl SignalHandler {
                         thread::spawn(leave_after_training);
                         say(SAVING);
                     }
-                    // One soon after the first is no second request: the user cannot have read the message, and a launcher may
-                    // pass on Ctrl-C, which the terminal sends to all of its processes, as SIGTERM.
+                    // One soon after the first is no second request: the user cannot have read the message, and a
+                    // launcher may pass on Ctrl-C, which the terminal sends to all of its processes, as SIGTERM.
                     (SIGINT | SIGTERM, Some(_), Some(first)) if first.elapsed() >= CTRL_C_REPEAT => {
                         say("stopped without saving the steps after the last checkpoint");
                         leave();
@@ -93,8 +93,8 @@ impl SignalHandler {
         Ok(interruption)
     }
 
-    /// Attaches a run in progress: a signal sets `interrupt` to make it save and stop, or calls `save` to make it save and
-    /// continue.
+    /// Attaches a run in progress: a signal sets `interrupt` to make it save and stop, or calls `save` to make it save
+    /// and continue.
     pub fn attach(&self, interrupt: Arc<AtomicBool>, save: impl Fn() + Send + Sync + 'static) {
         // A process has one run.
         let _ = self.run.set(Handlers { interrupt, save: Box::new(save) });

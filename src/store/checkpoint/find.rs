@@ -84,8 +84,8 @@ pub fn best(run: &Path) -> Result<PathBuf> {
     good.ok_or_else(|| Error::checkpoint(run, "no valid checkpoint of this run has a validation loss"))
 }
 
-/// The checkpoints of a run that have a validation loss, lowest first. Leaves out those that a resume from an older step
-/// has abandoned: a newer one has an earlier step.
+/// The checkpoints of a run that have a validation loss, lowest first. Leaves out those that a resume from an older
+/// step has abandoned: a newer one has an earlier step.
 pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEntry> {
     let is_abandoned = |one: &CheckpointEntry| {
         listed.iter().any(|other| other.step < one.step && other.save_index() > one.save_index())
@@ -97,8 +97,8 @@ pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEn
     found.into_iter().map(|(_, one)| one)
 }
 
-/// Sorts the result of [`list`] by save index, newest first. A checkpoint with an unreadable manifest has no save index and
-/// is assumed to follow the previous one by step.
+/// Sorts the result of [`list`] by save index, newest first. A checkpoint with an unreadable manifest has no save index
+/// and is assumed to follow the previous one by step.
 fn newest_first(listed: Vec<CheckpointEntry>) -> Vec<CheckpointEntry> {
     let mut before = 0;
     let mut keyed: Vec<(u64, CheckpointEntry)> = Vec::with_capacity(listed.len());

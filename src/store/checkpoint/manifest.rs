@@ -85,8 +85,8 @@ pub struct Manifest {
     pub kind: CheckpointKind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// The order of saves, independent of the clock: larger than the save index of every earlier checkpoint of this run,
-    /// and of every checkpoint in a sibling run when this run was opened.
+    /// The order of saves, independent of the clock: larger than the save index of every earlier checkpoint of this
+    /// run, and of every checkpoint in a sibling run when this run was opened.
     pub save_index: u64,
     /// Validation loss of these weights in nats per token, if it was measured.
     pub validation_loss: Option<f64>,

@@ -12,7 +12,8 @@ use crate::{Error, Result, untrusted};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::Path;
 
-/// Computes the proof of a checkpoint, given the text of the run's configuration and the run's `log`, which may not exist.
+/// Computes the proof of a checkpoint, given the text of the run's configuration and the run's `log`, which may not
+/// exist.
 pub fn prove(
     manifest: &Manifest,
     state: &State,
@@ -63,7 +64,8 @@ pub fn logged_checkpoints(log: &Path) -> Result<Vec<CheckpointSaved>> {
     Ok(found)
 }
 
-/// Checks the chain of proofs in a run's log, and the files of the checkpoints that still exist; returns the differences.
+/// Checks the chain of proofs in a run's log, and the files of the checkpoints that still exist; returns the
+/// differences.
 pub fn check_proofs(run: &Path, log: &Path, checkpoints: &[CheckpointSaved]) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     let mut previous = None::<&CheckpointProof>;

@@ -172,8 +172,8 @@ impl Checkpoint {
         &self.weights
     }
 
-    /// Reads the master weights, rounded to each tensor's type, into tensors of the same names and shapes, or into shards
-    /// of them. Frozen modules have no masters, but weights.
+    /// Reads the master weights, rounded to each tensor's type, into tensors of the same names and shapes, or into
+    /// shards of them. Frozen modules have no masters, but weights.
     pub fn read_masters(&self, into: &Parameters) -> Result<()> {
         read_all(into, |name| self.master(name))
     }

@@ -262,8 +262,8 @@ pub fn is_in_use(folder: &Path) -> bool {
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
-/// Writes the process id (for the message above) and the save index (the age of a run without checkpoints) into the lock
-/// file.
+/// Writes the process id (for the message above) and the save index (the age of a run without checkpoints) into the
+/// lock file.
 fn write_lock_info(file: &mut File, save_index: u64) -> std::io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;

@@ -1,11 +1,12 @@
-//! Translates rotary embeddings between GGUF and `config.json`: scaling keys, and tensors of divisors of the frequencies.
+//! Translates rotary embeddings between GGUF and `config.json`: scaling keys, and tensors of divisors of the
+//! frequencies.
 
 use crate::engine::model::{ConfigReader, ModelSpec, Rope, RopeType};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// The tensors of divisors for rotary frequencies: one of the rope type `llama3`, and two of `longrope`, for long and for short
-/// texts.
+/// The tensors of divisors for rotary frequencies: one of the rope type `llama3`, and two of `longrope`, for long and
+/// for short texts.
 pub const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"];
 
 /// Divisors for rotary frequencies, by the tensor's name.
@@ -124,8 +125,8 @@ pub(super) fn scaling_from_factors(
     }
 }
 
-/// Recovers the `llama3` parameters from a file's divisors if both frequency factors are as in the published models. Any divisors
-/// are equal to `longrope` with one list for all lengths.
+/// Recovers the `llama3` parameters from a file's divisors if both frequency factors are as in the published models.
+/// Any divisors are equal to `longrope` with one list for all lengths.
 fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
     let factor = f64::from(factors.iter().copied().fold(1.0, f32::max)).round();
     let theta = ConfigReader(json).f64("rope_theta", 1e4)?;

@@ -87,8 +87,8 @@ impl GgufVocabulary<'_> {
         ids
     }
 
-    /// Tokens that are found in the text before it is cut into words. The white space after `SentencePiece`'s in Phi-3 belongs to
-    /// them, which llama.cpp knows from the model's name.
+    /// Tokens that are found in the text before it is cut into words. The white space after `SentencePiece`'s in Phi-3
+    /// belongs to them, which llama.cpp knows from the model's name.
     fn added(&self, is_sentence_piece: bool, is_phi3: bool) -> Vec<Json> {
         let is_special = |kind| kind == CONTROL || (kind == UNKNOWN && is_sentence_piece);
         let added = self.tokens.iter().zip(&self.kinds).enumerate();

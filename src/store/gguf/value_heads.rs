@@ -1,5 +1,5 @@
-//! The order of value heads in GGUF: llama.cpp's converter stores the first value heads of all key heads, then all second ones. Ours
-//! and transformers' are the value heads of the first key head, then those of the second one.
+//! The order of value heads in GGUF: llama.cpp's converter stores the first value heads of all key heads, then all
+//! second ones. Ours and transformers' are the value heads of the first key head, then those of the second one.
 
 use crate::engine::model::{LinearRole, ModelSpec, ModuleOp, ParamSpec, Recurrence};
 use candle_core::{Result, Tensor};
@@ -12,7 +12,8 @@ pub(super) enum HeadOrder {
 }
 
 impl ModelSpec {
-    /// Brings the value heads of a parameter's `values`, whose first dimension has its outputs, into `order` from the other one.
+    /// Brings the value heads of a parameter's `values`, whose first dimension has its outputs, into `order` from the
+    /// other one.
     pub(super) fn order_value_heads(&self, entry: &ParamSpec, values: &Tensor, order: HeadOrder) -> Result<Tensor> {
         let recurrence = entry.layer.block.and_then(|block| self.recurrence(block));
         let Some(Recurrence::GatedDelta { heads, .. }) = recurrence else { return Ok(values.clone()) };

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! The etag of a large file is its SHA-256, that of a small one its git SHA-1, so a blob's name verifies its contents.
-//! Since version 2, Python stores large files in `blobs/<2 digits>/<another hash>` of the whole cache, and a repository's
-//! blob is a link to one. A snapshot may also have plain files, as copies and file systems without links have: only the
-//! Hub can verify them.
+//! Since version 2, Python stores large files in `blobs/<2 digits>/<another hash>` of the whole cache, and a
+//! repository's blob is a link to one. A snapshot may also have plain files, as copies and file systems without links
+//! have: only the Hub can verify them.
 
 use super::client::Metadata;
 use super::error::HubError;

@@ -56,8 +56,8 @@ pub(super) enum Payload<'a> {
 
 type Result<T, E = HubError> = std::result::Result<T, E>;
 
-/// Adds time limits to a configuration, and leaves redirects and statuses to the caller. A macro, because the builders of agents
-/// and requests share no public trait.
+/// Adds time limits to a configuration, and leaves redirects and statuses to the caller. A macro, because the builders
+/// of agents and requests share no public trait.
 macro_rules! limited {
     ($client:expr, $url:expr, $config:expr) => {{
         let timeout = Some($client.settings.timeout);

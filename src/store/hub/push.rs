@@ -1,7 +1,7 @@
 //! Uploads files to a model on the Hub: large ones by Git LFS, then one commit with the small ones.
 //!
-//! A file that the server already has is not sent again, so a command that is started again continues. The model changes only with
-//! the commit.
+//! A file that the server already has is not sent again, so a command that is started again continues. The model
+//! changes only with the commit.
 
 use super::client::{Client, Payload, is_trusted, read_json};
 use super::error::HubError;
@@ -53,7 +53,8 @@ impl Hub<'_> {
         }
     }
 
-    /// Uploads files, each with its path in the repository, to the model `id` in one commit. Returns the model's address.
+    /// Uploads files, each with its path in the repository, to the model `id` in one commit. Returns the model's
+    /// address.
     pub fn push(&mut self, id: &str, files: &[(String, PathBuf)]) -> Result<String> {
         let mut uploads = Vec::new();
         for (name, path) in files {

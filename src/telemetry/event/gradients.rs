@@ -38,8 +38,8 @@ impl GradStats {
         (self.count > 0).then(|| part as f64 / self.count as f64)
     }
 
-    /// log2 of the magnitude, divided by `scale`, that 1 % of the non-zero values are below; `None` if exponents were not
-    /// counted. In a large model the minimum itself is the format's smallest magnitude in every step.
+    /// log2 of the magnitude, divided by `scale`, that 1 % of the non-zero values are below; `None` if exponents were
+    /// not counted. In a large model the minimum itself is the format's smallest magnitude in every step.
     pub fn log2_p1(&self, scale: f32) -> Option<f64> {
         Some(self.histogram().log2_quantile(0.01)? - f64::from(scale).log2())
     }

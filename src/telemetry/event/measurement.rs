@@ -59,8 +59,8 @@ pub struct Fp32Probe {
     /// The largest activations of the FP32 forward pass, by layer in order of computation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub activations: Vec<ActivationMax>,
-    /// The share of routers' decisions that differ from FP32's: of tokens and blocks with a different set of experts. `None` without
-    /// experts.
+    /// The share of routers' decisions that differ from FP32's: of tokens and blocks with a different set of experts.
+    /// `None` without experts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<f64>,
 }

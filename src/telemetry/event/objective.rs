@@ -4,8 +4,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 use strum::{IntoStaticStr, VariantArray};
 
-/// A metric of an objective: a mean over the pairs, completions or tokens of a step or a validation. The rewards of pairs are
-/// `beta` times the log-probability, relative to the reference if there is one.
+/// A metric of an objective: a mean over the pairs, completions or tokens of a step or a validation. The rewards of
+/// pairs are `beta` times the log-probability, relative to the reference if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr, VariantArray)]
 #[repr(usize)]
 #[strum(serialize_all = "snake_case")]

@@ -51,7 +51,8 @@ pub enum Quantity {
     Share,
 }
 
-/// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
+/// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row
+/// here.
 pub const PLOTTED: [Plotted; 19] = [
     // A skimmed line lacks the later fields.
     figure("lr", "Learning rate", Quantity::Rate, Source::Step(|step| (step.time.step_ms > 0.0).then_some(step.lr))),

@@ -24,7 +24,8 @@ pub struct EventRow {
 }
 
 impl EventRow {
-    /// An event worth listing; `None` for phases, figures of layers, and steps whose scale neither grew nor was lowered.
+    /// An event worth listing; `None` for phases, figures of layers, and steps whose scale neither grew nor was
+    /// lowered.
     pub(super) fn of(s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {

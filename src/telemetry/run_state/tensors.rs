@@ -109,7 +109,8 @@ impl Tensors {
         self.variances.values_mut().for_each(|(_, history)| history.truncate_after(step));
     }
 
-    /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`; in Llama-like families `embed_tokens`, `h.0`, …, `norm`.
+    /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`; in Llama-like families `embed_tokens`, `h.0`, …,
+    /// `norm`.
     pub(super) fn layers(&self) -> Vec<LayerStats> {
         let mut layers: Vec<LayerStats> = Vec::new();
         for row in &self.rows {

@@ -21,26 +21,28 @@ settings! {
             help("Tokens in a sequence");
         /// Micro-batches in a step.
         grad_accum: usize = 1, within(1.0, MAX_COUNT), flag("grad-accum", Training, 1, "N");
-        /// Whether to keep only the input of each block for the backward pass, which computes the rest again. The numbers are
-        /// the same; a step needs less memory and takes about a third longer.
+        /// Whether to keep only the input of each block for the backward pass, which computes the rest again. The
+        /// numbers are the same; a step needs less memory and takes about a third longer.
         gradient_checkpointing: bool = false, flag("gradient-checkpointing", Training, 0, ""),
             help("Keep only the input of each block for the backward pass, which computes the rest again");
-        /// The turns of a chat, or the parts of a prompt with an answer, that count in the loss: `answers`, `last_answer`, or
-        /// `all`.
+        /// The turns of a chat, or the parts of a prompt with an answer, that count in the loss: `answers`,
+        /// `last_answer`, or `all`.
         loss_on: LossOn = LossOn::Answers, fixed(), flag("loss-on", Text, 2, "PART"),
             help("Which turns of a chat count in the loss: `answers`, `last_answer` or `all`");
-        /// Whether to pack several short documents into a row. Attention stays within each document, and positions restart in each.
+        /// Whether to pack several short documents into a row. Attention stays within each document, and positions
+        /// restart in each.
         packing: bool = false, fixed(), flag("packing", Training, 0, ""),
             help("Pack several short documents into a row, with separate attention and positions");
-        /// Whether to split a batch that does not fit into memory into smaller micro-batches, with gradient checkpointing if needed.
-        /// The run's configuration records the choice.
+        /// Whether to split a batch that does not fit into memory into smaller micro-batches, with gradient
+        /// checkpointing if needed. The run's configuration records the choice.
         auto_batch: bool = false, flag("auto-batch", Training, 0, ""),
-            help("Split a batch that does not fit into memory into micro-batches, with gradient checkpointing if needed");
+            help("Split a batch that does not fit into memory into micro-batches, with gradient checkpointing if \
+                  needed");
         /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with one scale per block of 256.
         optimizer: OptimizerKind = OptimizerKind::AdamW, fixed(), flag("optimizer", Training, 4, "KIND"),
             help("How Adam's moments are stored: adamw (FP32) or adamw8bit");
-        /// The state that is split among several processes: `optimizer` for masters and Adam's moments (`ZeRO` stage 1), or
-        /// `gradients` for these and the sums of gradients (stage 2). The numbers are the same.
+        /// The state that is split among several processes: `optimizer` for masters and Adam's moments (`ZeRO` stage
+        /// 1), or `gradients` for these and the sums of gradients (stage 2). The numbers are the same.
         shard: Sharding = Sharding::Optimizer, flag("shard", Training, 4, "PART"), help(Sharding::HELP);
         /// Passes over the training text, instead of `steps`; 1 if neither is given.
         epochs: Option<f64> = None, within(0.0, 1e9), flag("epochs", Training, 1, "X"),
@@ -61,8 +63,8 @@ settings! {
         temperature: f64 = 0.8, within(0.0, 100.0);
         /// The prompt of a sample.
         prompt: String = String::new(), flag("prompt", Along, 0, "TEXT"), help("Prompt of the text samples");
-        /// Modules that are not trained, such as `h.0-3,wte`: names as they are printed, with ranges of blocks. They are stored once,
-        /// in the compute dtype, and have no masters, moments or gradients.
+        /// Modules that are not trained, such as `h.0-3,wte`: names as they are printed, with ranges of blocks. They
+        /// are stored once, in the compute dtype, and have no masters, moments or gradients.
         freeze: Option<String> = None, fixed(), flag("freeze", Training, 3, "MODULES"),
             help("Modules that are not trained, such as `h.0-3,wte`");
         /// Stop after this many evaluations without a new best validation loss; 0 for never.
@@ -71,8 +73,8 @@ settings! {
 }
 
 settings! {
-    /// LoRA adapters, trained instead of the model's weights. The base model is frozen and stored once, in the compute dtype.
-    /// Names are PEFT's.
+    /// LoRA adapters, trained instead of the model's weights. The base model is frozen and stored once, in the compute
+    /// dtype. Names are PEFT's.
     #[derive(Clone, Debug, PartialEq)]
     pub struct LoraSection {
         /// The rank; without it the full model is trained.
@@ -85,8 +87,8 @@ settings! {
         use_rslora: bool = false, fixed();
         /// Whether to train the magnitude of each output's weights too (DoRA).
         use_dora: bool = false, fixed();
-        /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the blocks. Routers and
-        /// experts have the names of transformers' parameters, such as `experts.down_proj`.
+        /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the
+        /// blocks. Routers and experts have the names of transformers' parameters, such as `experts.down_proj`.
         target_modules: Vec<String> = vec![ALL_LINEAR.to_owned()], fixed();
         /// Additional modules that are trained in full.
         modules_to_save: Vec<String> = Vec::new(), fixed();
@@ -131,16 +133,17 @@ settings! {
     /// The training signal. Names and defaults are TRL's.
     #[derive(Clone, Debug, PartialEq)]
     pub struct ObjectiveSection {
-        /// `sft` for the cross-entropy of the targets; for pairs of a chosen and a rejected answer `dpo`, `ipo`, `hinge`, `robust`,
-        /// `orpo` or `simpo`; for single answers with labels `kto`; for completions that it samples and rewards `grpo`, `dr_grpo`
-        /// or `dapo`.
+        /// `sft` for the cross-entropy of the targets; for pairs of a chosen and a rejected answer `dpo`, `ipo`,
+        /// `hinge`, `robust`, `orpo` or `simpo`; for single answers with labels `kto`; for completions that it samples
+        /// and rewards `grpo`, `dr_grpo` or `dapo`.
         kind: ObjectiveKind = ObjectiveKind::Sft, fixed(), flag("objective", Training, 0, "NAME"),
-            help("Training signal: sft; dpo, ipo, hinge, robust, orpo or simpo (pairs); kto (labelled answers); grpo, dr_grpo \
-                  or dapo (rewards)");
-        /// The factor of log-probabilities, ORPO's weight of the odds ratio, GRPO's weight of the divergence from the reference; by
-        /// default 0.1, 2 for `simpo`, and 0 for `grpo`, `dr_grpo` and `dapo`.
+            help("Training signal: sft; dpo, ipo, hinge, robust, orpo or simpo (pairs); kto (labelled answers); grpo, \
+                  dr_grpo or dapo (rewards)");
+        /// The factor of log-probabilities, ORPO's weight of the odds ratio, GRPO's weight of the divergence from the
+        /// reference; by default 0.1, 2 for `simpo`, and 0 for `grpo`, `dr_grpo` and `dapo`.
         beta: Option<f64> = None, fixed(), within(0.0, 1e6), flag("beta", Training, 0, "X"),
-            help("The objective's factor of log-probabilities, or of the divergence [default: 0.1; 2 for simpo; 0 for grpo]");
+            help("The objective's factor of log-probabilities, or of the divergence [default: 0.1; 2 for simpo; 0 for \
+                  grpo]");
         /// The model to compare log-probabilities with, instead of the model before training.
         reference: Option<String> = None, fixed(), flag("reference", Training, 0, "NAME|PATH"),
             help("Model to compare log-probabilities with [default: the model before training]");
@@ -148,25 +151,29 @@ settings! {
         label_smoothing: f64 = 0.0, fixed(), within(0.0, 0.5);
         /// SimPO's target margin of rewards.
         simpo_gamma: f64 = 0.5, fixed(), within(0.0, 1e6);
-        /// Whether a validation's loss is minus the reward margin, which the best checkpoint and early stopping then follow.
+        /// Whether a validation's loss is minus the reward margin, which the best checkpoint and early stopping then
+        /// follow.
         validate_margin: bool = false, fixed();
         /// KTO's weight of answers that are labelled good.
         desirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
         /// KTO's weight of answers that are labelled bad.
         undesirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
-        /// The reward of a completion: `exact` (1 if it equals the row's answer), `regex:PATTERN` (1 if it matches), `length:N` (1 at
-        /// N tokens, less with the distance), or a program that reads lines of JSON and writes a number for each.
+        /// The reward of a completion: `exact` (1 if it equals the row's answer), `regex:PATTERN` (1 if it matches),
+        /// `length:N` (1 at N tokens, less with the distance), or a program that reads lines of JSON and writes a
+        /// number for each.
         reward: Option<String> = None, fixed(), flag("reward", Training, 0, "RULE|PROGRAM"),
             help("Reward of a completion: exact, regex:PATTERN, length:N, or a program, which reads lines of JSON with \
                   `prompt`, `completion` and `answer` and writes a number for each");
         /// Seconds that the program may take for a completion.
         reward_timeout_s: f64 = 60.0, within(0.001, 1e6);
-        /// The consequence of a completion for which the program failed twice: `stop` the run, or `drop` the completion.
+        /// The consequence of a completion for which the program failed twice: `stop` the run, or `drop` the
+        /// completion.
         on_reward_error: OnRewardError = OnRewardError::Stop;
         /// Completions of a prompt, which form a group.
         num_generations: usize = 8, fixed(), within(2.0, 1024.0), flag("num-generations", Training, 0, "N");
         /// Maximum number of tokens of a completion; with its prompt it also has to fit `train.seq_len`.
-        max_completion_length: usize = 512, fixed(), within(1.0, MAX_COUNT), flag("max-completion-length", Training, 0, "N"),
+        max_completion_length: usize = 512, fixed(), within(1.0, MAX_COUNT),
+            flag("max-completion-length", Training, 0, "N"),
             help("Maximum number of tokens of a sampled completion");
         /// Steps with the completions of one sampling.
         num_iterations: usize = 1, fixed(), within(1.0, 1024.0);
@@ -174,10 +181,11 @@ settings! {
         epsilon: f64 = 0.2, fixed(), within(0.0, 1.0);
         /// `epsilon` by default, and 0.28 for `dapo`.
         epsilon_high: Option<f64> = None, fixed(), within(0.0, 1e6);
-        /// Whether to divide a group's advantages by the standard deviation of its rewards; by default yes, except for `dr_grpo`.
+        /// Whether to divide a group's advantages by the standard deviation of its rewards; by default yes, except for
+        /// `dr_grpo`.
         scale_rewards: Option<bool> = None, fixed();
-        /// A completion is left out if its probability in training is more than this many times the sampler's, which differs on a
-        /// GPU.
+        /// A completion is left out if its probability in training is more than this many times the sampler's, which
+        /// differs on a GPU.
         importance_sampling_cap: f64 = 3.0, fixed(), within(0.0, 1e6);
     }
 }
@@ -330,7 +338,8 @@ settings! {
             help("Learning-rate schedule: constant, linear or cosine");
         /// Warm-up steps as a fraction of the run's steps.
         warmup_ratio: f64 = 0.05, within(0.0, 1.0);
-        /// Number of warm-up steps N, instead of `warmup_ratio`: update n has n/N of the highest rate. (transformers starts at 0.)
+        /// Number of warm-up steps N, instead of `warmup_ratio`: update n has n/N of the highest rate. (transformers
+        /// starts at 0.)
         warmup_steps: Option<u64> = None, flag("warmup-steps", Training, 4, "N"),
             help("Warm-up updates [default: 5 % of the run]");
         /// The final learning rate as a fraction of the highest.
@@ -406,8 +415,8 @@ settings! {
             help("Steps between printed lines; slow steps print one every 10 s");
         /// Steps between tables of per-tensor gradient statistics; every overflow has one too.
         grad_stats_every: u64 = 16;
-        /// Steps between histograms of gradient exponents. On a GPU, candle's operations copy all gradients to the host for one;
-        /// the custom kernels do not.
+        /// Steps between histograms of gradient exponents. On a GPU, candle's operations copy all gradients to the host
+        /// for one; the custom kernels do not.
         grad_histogram_every: u64 = 1;
         /// Steps between FP32 probes; 0 for none.
         probe_every: u64 = 0;

@@ -1,17 +1,18 @@
-//! The losses of preference tuning as functions of log-probabilities, with their derivatives, in f64. Names and defaults are
-//! TRL's.
+//! The losses of preference tuning as functions of log-probabilities, with their derivatives, in f64. Names and
+//! defaults are TRL's.
 //!
-//! - DPO (Rafailov et al., 2023) and its variants: cDPO with `label_smoothing`, robust DPO (Chowdhury et al., 2024), IPO (Azar
-//!   et al., 2023), hinge (SLiC, Zhao et al., 2023);
+//! - DPO (Rafailov et al., 2023) and its variants: cDPO with `label_smoothing`, robust DPO (Chowdhury et al., 2024),
+//!   IPO (Azar et al., 2023), hinge (SLiC, Zhao et al., 2023);
 //! - ORPO (Hong et al., 2024) and SimPO (Meng et al., 2024), which need no reference;
 //! - KTO (Ethayarajh et al., 2024), for single completions;
-//! - GRPO (Shao et al., 2024), Dr. GRPO (Liu et al., 2025) and DAPO (Yu et al., 2025), for groups of sampled completions.
+//! - GRPO (Shao et al., 2024), Dr. GRPO (Liu et al., 2025) and DAPO (Yu et al., 2025), for groups of sampled
+//!   completions.
 
 use super::ObjectiveKind;
 use crate::train::config::ObjectiveSection;
 
-/// The highest mean log-probability of a completion that ORPO distinguishes from certainty, whose odds are infinite. FP32 losses are
-/// not more exact.
+/// The highest mean log-probability of a completion that ORPO distinguishes from certainty, whose odds are infinite.
+/// FP32 losses are not more exact.
 const ALMOST_CERTAIN: f64 = -1e-6;
 
 /// A completion's log-probability.
@@ -89,8 +90,8 @@ pub fn pair_loss(settings: &ObjectiveSection, pair: [CompletionLogp; 2]) -> Pair
     PairLoss { loss, slopes: [beta * slope * scales[0], -beta * slope * scales[1]], rewards, logps }
 }
 
-/// ORPO: the chosen completion's mean loss plus `beta` times the loss of the odds ratio, and derivatives with respect to the
-/// mean log-probabilities.
+/// ORPO: the chosen completion's mean loss plus `beta` times the loss of the odds ratio, and derivatives with respect
+/// to the mean log-probabilities.
 fn odds_ratio(beta: f64, means: [f64; 2]) -> (f64, [f64; 2]) {
     let known = means.map(|mean| mean.min(ALMOST_CERTAIN));
     let [chosen, rejected] = known.map(|mean| mean - log1mexp(mean));
@@ -139,7 +140,8 @@ pub struct TokenLoss {
     pub kl: Option<f64>,
 }
 
-/// GRPO: the loss of a sampled token with its completion's advantage. `correction` multiplies the loss, except its divergence.
+/// GRPO: the loss of a sampled token with its completion's advantage. `correction` multiplies the loss, except its
+/// divergence.
 pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f64, correction: f64) -> TokenLoss {
     let ratio = (token.logp - token.old).exp();
     let low = 1.0 - settings.epsilon;
@@ -158,8 +160,8 @@ pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f
     TokenLoss { loss, slope, is_clipped, kl }
 }
 
-/// The weight of a sampled completion whose log-probabilities, in training minus in the sampler, have this sum: the ratio of the
-/// probabilities, or 0 if it is too high.
+/// The weight of a sampled completion whose log-probabilities, in training minus in the sampler, have this sum: the
+/// ratio of the probabilities, or 0 if it is too high.
 pub(super) fn sampling_correction(settings: &ObjectiveSection, difference: f64) -> f64 {
     let ratio = difference.exp();
     if ratio <= settings.importance_sampling_cap { ratio } else { 0.0 }

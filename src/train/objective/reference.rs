@@ -62,8 +62,8 @@ impl ReferenceLogps {
         batch.sequences.iter().any(|sequence| self.get(split, sequence.index).is_none())
     }
 
-    /// Computes the log-probabilities of `batches` with `weights`, which are the same in all processes; each process computes its
-    /// share of the batches.
+    /// Computes the log-probabilities of `batches` with `weights`, which are the same in all processes; each process
+    /// computes its share of the batches.
     pub(in crate::train) fn compute(
         &mut self,
         model: &Decoder,

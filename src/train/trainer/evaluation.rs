@@ -1,5 +1,5 @@
-//! Measurements between steps: the validation loss, text samples, FP32 probes, the scale that would have worked, and whether
-//! training gave a usable model.
+//! Measurements between steps: the validation loss, text samples, FP32 probes, the scale that would have worked, and
+//! whether training gave a usable model.
 
 use super::{LeaderMessage, Trainer, batches_in_step};
 use crate::data::{Batch, counted};
@@ -135,8 +135,8 @@ impl Trainer {
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }));
     }
 
-    /// Measures the cost of `dtype` in the next step, and searches the layers to keep in FP32 for a `tolerance`. The step remains
-    /// the next one.
+    /// Measures the cost of `dtype` in the next step, and searches the layers to keep in FP32 for a `tolerance`. The
+    /// step remains the next one.
     pub fn bisect(&mut self, dtype: Dtype, tolerance: f64, activity: &Activity) -> Result<Bisection> {
         self.prepare_reference()?;
         let position = self.next_batches();

@@ -29,8 +29,8 @@ const NOTABLE_RATE: f64 = 1.1;
 const RATE_STEPS: f64 = 10.0;
 
 impl Trainer {
-    /// Logs a step of duration `elapsed` on the batches starting at `position`, and schedules their repetition if the scaler retries. Returns the
-    /// error if training diverged.
+    /// Logs a step of duration `elapsed` on the batches starting at `position`, and schedules their repetition if the
+    /// scaler retries. Returns the error if training diverged.
     pub(super) fn log_step(
         &mut self,
         position: DataPosition,
@@ -191,8 +191,8 @@ impl Trainer {
         Some(Error::Diverged { step: self.engine.state.counters.step, message })
     }
 
-    /// The error once the forward passes of the first [`MAX_FORWARD_OVERFLOWS`] steps have overflowed. With a fallback, layers
-    /// may move to FP32 first.
+    /// The error once the forward passes of the first [`MAX_FORWARD_OVERFLOWS`] steps have overflowed. With a fallback,
+    /// layers may move to FP32 first.
     fn check_forward(&mut self, loss: f64) -> Option<Error> {
         let counters = self.engine.state.counters;
         let overflows = counters.updates == 0 && !loss.is_finite() && self.config.dtype.needs_loss_scale();

@@ -1,4 +1,5 @@
-//! A range test of the learning rate (Smith, 2017): steps at rising rates show where the loss falls and where it diverges.
+//! A range test of the learning rate (Smith, 2017): steps at rising rates show where the loss falls and where it
+//! diverges.
 
 use super::Trainer;
 use crate::engine::optim::{LrSchedule, ScheduleKind};
@@ -26,8 +27,8 @@ impl LrRangeTest {
     /// The number of steps.
     pub const STEPS: u64 = 100;
 
-    /// Adds a step; `false` if the loss has diverged: it has risen from its minimum by the minimum's magnitude and to the first
-    /// loss. Some losses fall below 0.
+    /// Adds a step; `false` if the loss has diverged: it has risen from its minimum by the minimum's magnitude and to
+    /// the first loss. Some losses fall below 0.
     fn push(&mut self, lr: f64, loss: f64) -> bool {
         self.mean = SMOOTHING * self.mean + (1.0 - SMOOTHING) * loss;
         let smoothed = self.mean / (1.0 - SMOOTHING.powf((self.points.len() + 1) as f64));

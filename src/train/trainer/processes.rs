@@ -52,8 +52,8 @@ impl Trainer {
         self.broadcast(&LeaderMessage::Stop)
     }
 
-    /// Checks that all processes have the same program, instruction set, kernels, model, data and settings. Otherwise, results
-    /// would depend on more than the number of processes.
+    /// Checks that all processes have the same program, instruction set, kernels, model, data and settings. Otherwise,
+    /// results would depend on more than the number of processes.
     pub fn check_consistency(&self) -> Result<()> {
         let facts = [
             ("program", format!("{} {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)),

@@ -43,8 +43,8 @@ impl StoredReference {
 }
 
 impl Trainer {
-    /// Makes the reference known: as a model for completions that will be sampled. Otherwise the log-probabilities of all sequences
-    /// of the run: from the file that this run has written, and for others by a pass over the batches.
+    /// Makes the reference known: as a model for completions that will be sampled. Otherwise the log-probabilities of
+    /// all sequences of the run: from the file that this run has written, and for others by a pass over the batches.
     pub(super) fn prepare_reference(&mut self) -> Result<()> {
         let TrainEngine { group, model, state, .. } = &self.engine;
         // Setup exchanges nothing, so a process has only its shard of weights that are wide from the start.
@@ -264,7 +264,8 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    /// Regression: KTO showed the last batch of an epoch during those of all later ones, and a short run ended far below the total.
+    /// Regression: KTO showed the last batch of an epoch during those of all later ones, and a short run ended far
+    /// below the total.
     #[test]
     fn progress_counts_the_batches_of_all_steps() {
         let pair = r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#;

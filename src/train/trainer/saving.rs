@@ -89,8 +89,8 @@ impl CheckpointWriter<'_> {
     }
 }
 
-/// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time during
-/// which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
+/// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time
+/// during which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
 fn run_overlapped<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
     // A thread that cannot start drops its closure, so the closure only borrows `save`.
     let save = LazyLock::new(save);
@@ -135,8 +135,8 @@ impl Trainer {
         if self.is_distributed() || step >= self.total_steps { self.flush_save() } else { Ok(()) }
     }
 
-    /// Writes the checkpoint of a resumed run again if some of later steps exist. By its newer sequence they are abandoned, so
-    /// that a resume or the search for the best no longer finds them.
+    /// Writes the checkpoint of a resumed run again if some of later steps exist. By its newer sequence they are
+    /// abandoned, so that a resume or the search for the best no longer finds them.
     pub(super) fn abandon_later_checkpoints(&mut self) -> Result<()> {
         let (Some(run), Some(state)) = (&self.run, self.progress.resumed.take()) else { return Ok(()) };
         if checkpoint::list(run.path())?.iter().any(|one| one.step > state.step) {
@@ -153,8 +153,8 @@ impl Trainer {
         if self.progress.pending_save.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }
     }
 
-    /// Takes a step over the micro-batches. A pending checkpoint is written on a separate thread during its passes, which read
-    /// the same tensors. Returns also the time for which the step only waited for the checkpoint.
+    /// Takes a step over the micro-batches. A pending checkpoint is written on a separate thread during its passes,
+    /// which read the same tensors. Returns also the time for which the step only waited for the checkpoint.
     pub(super) fn step_overlapping_save(&mut self) -> Result<(StepReport, Duration)> {
         let step = self.engine.state.counters.step;
         let Some(state) = self.progress.pending_save.take() else { return self.step_without_save() };
@@ -182,8 +182,8 @@ impl Trainer {
         Ok((report, Duration::ZERO))
     }
 
-    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.final_save_retry_s` seconds, then tries the
-    /// weights alone. Returns the error of the last full attempt.
+    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.final_save_retry_s` seconds, then tries
+    /// the weights alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
         let began = Instant::now();
         let mut warned = false;

@@ -40,8 +40,8 @@ impl<O: ScaledOptimizer> Case<O> {
     }
 }
 
-/// Runs control and case, enabled and disabled, and compares the parameters' bits; the scale after the `unskipped` clean
-/// and `skipped` other updates is known.
+/// Runs control and case, enabled and disabled, and compares the parameters' bits; the scale after the `unskipped`
+/// clean and `skipped` other updates is known.
 fn run_scaling_case<O: ScaledOptimizer>(
     new: fn(Vec<Var>) -> O,
     [unskipped, skipped]: [i32; 2],

@@ -4,7 +4,8 @@ use super::*;
 use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::blockwise::{BlockwiseQuantized, Moment, by_fp32_moments};
 
-/// Codes, magnitudes and masters have the same bits: in blocks of zeros, of zeros and tiny numbers, and in one that ends early.
+/// Codes, magnitudes and masters have the same bits: in blocks of zeros, of zeros and tiny numbers, and in one that
+/// ends early.
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn moments_in_8_bits_are_those_of_the_host() {

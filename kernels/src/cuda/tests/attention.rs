@@ -59,7 +59,8 @@ fn in_fp32_of_all_head_sizes() {
     }
 }
 
-/// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and others.
+/// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and
+/// others.
 const LENGTHS: [usize; 8] = [1, 7, 32, 63, 64, 65, 100, 130];
 /// The kernels' own head sizes and smaller ones, the last of them with rows that are not aligned.
 const HEAD_SIZES: [usize; 10] = [32, 40, 64, 80, 96, 128, 8, 33, 256, 160];

@@ -191,8 +191,8 @@ fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
     output.to_vec1().unwrap()
 }
 
-/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbours of a row share
-/// a lane's register, the left one in its lower half.
+/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbours of a
+/// row share a lane's register, the left one in its lower half.
 const LANES: [[usize; 8]; 8] = [
     [0, 0, 1, 1, 2, 2, 3, 3],
     [4, 4, 5, 5, 6, 6, 7, 7],

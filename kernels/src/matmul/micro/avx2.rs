@@ -1,6 +1,7 @@
 //! AVX2 with FMA: 6 × 16 sums in 12 registers. Loops by index, as in `avx512`.
 //!
-//! The inner loop has a constant length: the processor mispredicts the end of one that is as long as a span between prefetches.
+//! The inner loop has a constant length: the processor mispredicts the end of one that is as long as a span between
+//! prefetches.
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 

@@ -95,8 +95,8 @@ micro_kernel! {
 }
 
 micro_kernel! {
-    /// Like [`float`], but units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after
-    /// each; it takes subnormal inputs and results for zero.
+    /// Like [`float`], but units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum,
+    /// rounding after each; it takes subnormal inputs and results for zero.
     ///
     /// # Safety
     /// As [`float`], and the CPU must have BF16 dot products.

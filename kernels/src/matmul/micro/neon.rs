@@ -1,6 +1,7 @@
 //! NEON: 8 × 12 sums in 24 registers of four. Loops by index, as in `avx512`.
 //!
-//! FP16 is widened while it is packed: FMLAL, which multiplies it and adds in FP32, does four multiply-adds as FMLA does.
+//! FP16 is widened while it is packed: FMLAL, which multiplies it and adds in FP32, does four multiply-adds as FMLA
+//! does.
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
@@ -55,8 +56,8 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &P
     }
 }
 
-/// Units are four BF16 values of a line: two lines are a factor of BFMMLA, which adds 2 × 2 sums of four products. It takes
-/// subnormal inputs and results for zero, and rounds to odd, which no other micro-kernel does.
+/// Units are four BF16 values of a line: two lines are a factor of BFMMLA, which adds 2 × 2 sums of four products. It
+/// takes subnormal inputs and results for zero, and rounds to odd, which no other micro-kernel does.
 ///
 /// # Safety
 /// The CPU must have BF16 products of matrices; `a` must have 8 units of two words for each pair of `words`, `b` 12.

@@ -1,5 +1,5 @@
-//! The forward pass for generating text: computes only new tokens, over the cached keys and values, or states of recurrences, of
-//! earlier ones.
+//! The forward pass for generating text: computes only new tokens, over the cached keys and values, or states of
+//! recurrences, of earlier ones.
 
 use super::{Decoder, ForwardMode, InputIds, MixerInputs};
 use crate::engine::kernels::decode_attention::{CachedSequence, LayerKvCache};
@@ -49,8 +49,8 @@ struct SequenceCache {
     rope_caches: RopeCaches,
 }
 
-/// The residual stream, and for each compute type in use the activations of one block. All blocks reuse them, because no
-/// backward pass follows.
+/// The residual stream, and for each compute type in use the activations of one block. All blocks reuse them, because
+/// no backward pass follows.
 #[derive(Debug)]
 struct DecodeBuffers {
     rows: usize,
@@ -101,7 +101,8 @@ impl KvCache {
         self.sequences.remove(sequence);
     }
 
-    /// Bytes of the cache of a sequence of `capacity` tokens, without the states of recurrences, whose size is constant.
+    /// Bytes of the cache of a sequence of `capacity` tokens, without the states of recurrences, whose size is
+    /// constant.
     pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
         let columns = 2 * spec.attention_layers() * spec.kv_heads * spec.head_dim;
         (columns * capacity * policy.compute.size_in_bytes()) as u64
@@ -112,8 +113,8 @@ impl KvCache {
         self.sequences.first().map_or(0, |sequence| sequence.capacity)
     }
 
-    /// Returns how many tokens of a sequence that will have `total` tokens are cached. Discards all of them if the rotary embeddings of
-    /// longer sequences begin between, so that they are computed again, as transformers does.
+    /// Returns how many tokens of a sequence that will have `total` tokens are cached. Discards all of them if the
+    /// rotary embeddings of longer sequences begin between, so that they are computed again, as transformers does.
     ///
     /// # Panics
     /// If there is no such sequence.
@@ -127,8 +128,8 @@ impl KvCache {
     }
 
     /// Prepares the first sequence for a text of up to `capacity` tokens, at most the model's context, that begins with
-    /// `prompt`; adds it if there is none. Keeps the cached tokens that the prompt begins with, except its last one, whose logits
-    /// are needed. The weights must be those that computed them.
+    /// `prompt`; adds it if there is none. Keeps the cached tokens that the prompt begins with, except its last one,
+    /// whose logits are needed. The weights must be those that computed them.
     pub fn prepare(&mut self, spec: &ModelSpec, prompt: &[u32], capacity: usize) -> Result<()> {
         if self.sequences.is_empty() {
             return self.add(spec, capacity);

@@ -28,8 +28,8 @@ impl Decoder {
         ws.head.total_loss()
     }
 
-    /// Computes the loss of each target, and the head's own backward pass with it: dL/dloss = `seed` for each target, times its
-    /// weight if there are `target_weights`.
+    /// Computes the loss of each target, and the head's own backward pass with it: dL/dloss = `seed` for each target,
+    /// times its weight if there are `target_weights`.
     pub fn loss_and_head_gradient(
         &self,
         weights: &Parameters,
@@ -57,7 +57,8 @@ impl Decoder {
         write_losses(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, Some(gradient), hook)
     }
 
-    /// The logits `[rows, V]` (compute type, or FP32 if they are capped) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
+    /// The logits `[rows, V]` (compute type, or FP32 if they are capped) of `hidden [rows, D]`, a part of
+    /// [`Workspace::hidden`].
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
         let weight = weights.weight(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;

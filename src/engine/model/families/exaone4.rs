@@ -1,5 +1,5 @@
-//! EXAONE 4 (LG AI Research, 2025): OLMo 2 with norms of each head. Large models have windows in three of four layers, and
-//! rotary position embeddings only there.
+//! EXAONE 4 (LG AI Research, 2025): OLMo 2 with norms of each head. Large models have windows in three of four layers,
+//! and rotary position embeddings only there.
 
 use super::{llama, olmo2, olmo3};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};

@@ -1,5 +1,5 @@
-//! Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP that multiply by 1 + weight, embeddings scaled by
-//! `√width`, a GELU-gated MLP, soft caps of scores and logits, and windows in every other layer.
+//! Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP that multiply by 1 + weight, embeddings scaled
+//! by `√width`, a GELU-gated MLP, soft caps of scores and logits, and windows in every other layer.
 
 use super::llama::{self, head_dim};
 use crate::engine::kernels::{Activation, Norm};

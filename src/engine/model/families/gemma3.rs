@@ -1,5 +1,5 @@
-//! Gemma 3, text only (Gemma Team, 2025): Gemma 2 without soft caps, with head norms, and with other rotary embeddings in
-//! layers that have a window.
+//! Gemma 3, text only (Gemma Team, 2025): Gemma 2 without soft caps, with head norms, and with other rotary embeddings
+//! in layers that have a window.
 
 use super::{gemma2, llama};
 use crate::engine::model::family::{ConfigReader, Family, GgufEntries, GgufFormat};

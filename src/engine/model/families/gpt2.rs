@@ -1,5 +1,5 @@
-//! GPT-2 (Radford et al., 2019): learned positions, layer norms with biases, packed queries, keys and values in `[in, out]`
-//! weights, GELU in its tanh form.
+//! GPT-2 (Radford et al., 2019): learned positions, layer norms with biases, packed queries, keys and values in
+//! `[in, out]` weights, GELU in its tanh form.
 
 use super::llama;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};

@@ -1,5 +1,5 @@
-//! gpt-oss (`OpenAI`, 2025): a mixture of MLPs with biases and clamped gates in every block, attention with sinks, and windows in every
-//! other layer.
+//! gpt-oss (`OpenAI`, 2025): a mixture of MLPs with biases and clamped gates in every block, attention with sinks, and
+//! windows in every other layer.
 
 use super::llama;
 use crate::engine::kernels::{Activation, WeightLayout};

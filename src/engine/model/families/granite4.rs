@@ -1,5 +1,5 @@
-//! Granite 4 without experts and without state-space layers (IBM, 2025): Granite 3 with gate and up in one weight, and with other
-//! names. Some models have no position embeddings.
+//! Granite 4 without experts and without state-space layers (IBM, 2025): Granite 3 with gate and up in one weight, and
+//! with other names. Some models have no position embeddings.
 
 use super::{granite, llama};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
@@ -32,7 +32,8 @@ pub(super) static GRANITE4: Family = Family {
         llama::in_block(layer.block, name)
     },
     gguf: GgufFormat {
-        // A file of such a model has the architecture, and the weights, of Granite 3, in which this key turns rotation off.
+        // A file of such a model has the architecture, and the weights, of Granite 3, in which this key turns rotation
+        // off.
         claims: |keys| keys.get(ROTATES) == Some(&Value::Bool(false)),
         splits_gate_up: true,
         read: |keys, json| {

@@ -1,4 +1,5 @@
-//! Granite 3 with experts (IBM, 2024): Granite 3 with a mixture of MLPs in every block. Files have one tensor of all experts.
+//! Granite 3 with experts (IBM, 2024): Granite 3 with a mixture of MLPs in every block. Files have one tensor of all
+//! experts.
 
 use super::{granite, llama};
 use crate::engine::model::family::{ExpertTensors, Family, GgufFormat};

@@ -35,7 +35,8 @@ pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option
     })
 }
 
-/// The size of a head: `head_dim`, otherwise `default`; without it, and for `null`, the hidden size over the number of heads.
+/// The size of a head: `head_dim`, otherwise `default`; without it, and for `null`, the hidden size over the number of
+/// heads.
 pub(super) fn head_dim(keys: &ConfigReader<'_>, spec: &ModelSpec, default: Option<usize>) -> Result<usize, String> {
     let (width, heads) = (spec.hidden_size, spec.heads);
     let default = default.filter(|_| !is_null(keys, "head_dim"));
@@ -64,8 +65,8 @@ pub(super) fn only_silu(keys: &ConfigReader<'_>) -> Result<(), String> {
     }
 }
 
-/// Reads the keys of a family whose layers have the same rotary embeddings, with the defaults of [`read`] and [`head_dim`] for key
-/// heads and the size of a head.
+/// Reads the keys of a family whose layers have the same rotary embeddings, with the defaults of [`read`] and
+/// [`head_dim`] for key heads and the size of a head.
 pub(super) fn read_uniform(
     keys: &ConfigReader<'_>,
     default: ModelSpec,
@@ -76,8 +77,8 @@ pub(super) fn read_uniform(
     with_rope(keys, ModelSpec { head_dim: head_dim(keys, &spec, head)?, ..spec })
 }
 
-/// `spec` with the rotary embeddings of a configuration in which they are the same for all layers. Its own base replaces a
-/// missing one.
+/// `spec` with the rotary embeddings of a configuration in which they are the same for all layers. Its own base
+/// replaces a missing one.
 pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
     let theta = spec.rope.as_ref().map_or(1e4, |rope| rope.theta);
     let rope = Rope::flat(keys.0, theta, spec.max_position_embeddings)?;

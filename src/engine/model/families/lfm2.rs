@@ -1,5 +1,5 @@
-//! LFM2 and LFM2.5 (Liquid AI, 2025): Llama with norms of each head, and with short convolutions instead of attention in most
-//! layers.
+//! LFM2 and LFM2.5 (Liquid AI, 2025): Llama with norms of each head, and with short convolutions instead of attention
+//! in most layers.
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
@@ -99,7 +99,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     Ok(ModelSpec { intermediate_size: inner_size(keys, spec.intermediate_size)?, recurrent, ..spec })
 }
 
-/// The width of the MLP. transformers cuts it to two thirds by default, times a factor, and rounds it up to whole blocks.
+/// The width of the MLP. transformers cuts it to two thirds by default, times a factor, and rounds it up to whole
+/// blocks.
 fn inner_size(keys: &ConfigReader<'_>, size: usize) -> Result<usize, String> {
     if !keys.bool(ADJUSTS, true)? {
         return Ok(size);

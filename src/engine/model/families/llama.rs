@@ -1,5 +1,5 @@
-//! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries, a
-//! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
+//! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries,
+//! a SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::family::{ExpertTensors, Family, GgufFormat, GgufKey};

@@ -1,5 +1,5 @@
-//! OLMo 2 (OLMo Team, 2024): Llama with norms after attention and MLP instead of before them, and norms over all heads of
-//! queries and of keys.
+//! OLMo 2 (OLMo Team, 2024): Llama with norms after attention and MLP instead of before them, and norms over all heads
+//! of queries and of keys.
 
 use super::llama;
 use crate::engine::model::family::{Family, GgufFormat};

@@ -1,5 +1,5 @@
-//! OLMo 3 (OLMo Team, 2025): OLMo 2 with windows in three of four layers. Only layers without a window have extended rotary
-//! embeddings.
+//! OLMo 3 (OLMo Team, 2025): OLMo 2 with windows in three of four layers. Only layers without a window have extended
+//! rotary embeddings.
 
 use super::{llama, olmo2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
@@ -49,8 +49,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     Ok(ModelSpec { head_dim: llama::head_dim(keys, &spec, None)?, rope: Some(full), sliding, ..spec })
 }
 
-/// Reads the flags of layers with a window, which llama.cpp's converter writes. llama.cpp itself takes every fourth layer to be
-/// full.
+/// Reads the flags of layers with a window, which llama.cpp's converter writes. llama.cpp itself takes every fourth
+/// layer to be full.
 pub(super) fn read_flags(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) {
     let Some(Value::Array(flags)) = keys.remove("attention.sliding_window_pattern") else { return };
     let name = |flag: &Value| if flag == &Value::Bool(true) { "sliding_attention" } else { "full_attention" };

@@ -1,4 +1,5 @@
-//! OLMoE (Muennighoff et al., 2024): Llama with norms over all heads of queries and of keys, and a mixture of MLPs in every block.
+//! OLMoE (Muennighoff et al., 2024): Llama with norms over all heads of queries and of keys, and a mixture of MLPs in
+//! every block.
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};

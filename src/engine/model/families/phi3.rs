@@ -1,5 +1,5 @@
-//! Phi-3 and Phi-4 mini (Abdin et al., 2024): Llama with queries, keys and values in one weight, gate and up in another, and
-//! rotary embeddings of a part of each head with factors for two lengths.
+//! Phi-3 and Phi-4 mini (Abdin et al., 2024): Llama with queries, keys and values in one weight, gate and up in
+//! another, and rotary embeddings of a part of each head with factors for two lengths.
 
 use super::llama::{self, PARTIAL, head_dim, only_silu, with_partial_rope};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};

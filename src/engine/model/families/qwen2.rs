@@ -1,5 +1,5 @@
-//! Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, and windows in its upper layers if it
-//! has any.
+//! Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, and windows in its upper layers
+//! if it has any.
 
 use super::llama::{self, layer_types, sliding_layers};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};

@@ -1,5 +1,5 @@
-//! Qwen 3.5, text only (Qwen Team, 2026): a gated delta rule (Yang et al., 2024) instead of attention in most layers, and gates of
-//! attention's output in the others.
+//! Qwen 3.5, text only (Qwen Team, 2026): a gated delta rule (Yang et al., 2024) instead of attention in most layers,
+//! and gates of attention's output in the others.
 
 use super::llama;
 use crate::engine::kernels::Norm;

@@ -3,7 +3,8 @@
 use super::{LinearRole, ModelSpec, ModuleOp, NormRole, ParamInit, ParamRole, ProductSpec};
 use crate::engine::kernels::gated_delta::DeltaHeads;
 
-/// An operation that mixes tokens with a state of constant size. A convolution in it reads `taps` tokens, the current one included.
+/// An operation that mixes tokens with a state of constant size. A convolution in it reads `taps` tokens, the current
+/// one included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the fields are described above and by their types")]
 pub enum Recurrence {
@@ -42,7 +43,8 @@ impl ModelSpec {
         }
     }
 
-    /// Columns of the input and of the output of attention, or of the recurrence, in layer `block`; the maximum for `None`.
+    /// Columns of the input and of the output of attention, or of the recurrence, in layer `block`; the maximum for
+    /// `None`.
     pub(in crate::engine::model) fn mixer_widths(&self, block: Option<usize>) -> [usize; 2] {
         let attention = [self.qkv_width(), self.attn_out_size()];
         match (block, &self.recurrent) {

@@ -1,5 +1,5 @@
-//! Reduces the gradients of several processes: each process receives its shard of all partial sums, adds them along the tree,
-//! and computes statistics of the result. The statistics are merged in the order of a single process.
+//! Reduces the gradients of several processes: each process receives its shard of all partial sums, adds them along the
+//! tree, and computes statistics of the result. The statistics are merged in the order of a single process.
 
 use super::{Collector, GradientStats, Gradients, Sharding, add_node};
 use crate::engine::collective::shards::CHUNK_ELEMENTS;
@@ -419,8 +419,8 @@ impl Gradients {
         Ok(counts.into_iter().map(|count| all.by_ref().take(count).collect()).collect())
     }
 
-    /// Merges the statistics of all shards into statistics of whole parameters. Returns the largest magnitude that any process has
-    /// measured in a micro-batch.
+    /// Merges the statistics of all shards into statistics of whole parameters. Returns the largest magnitude that any
+    /// process has measured in a micro-batch.
     pub(super) fn reduce_stats(
         &self,
         exponents: bool,

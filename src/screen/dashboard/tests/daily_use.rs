@@ -16,7 +16,8 @@ fn log(settings: Invented, records: usize) -> (tempfile::TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Regression: Ctrl-D detached, Ctrl-U added a `u` to a filter, and so did Esc with a key that followed at once, which is Alt.
+/// Regression: Ctrl-D detached, Ctrl-U added a `u` to a filter, and so did Esc with a key that followed at once, which
+/// is Alt.
 #[test]
 fn a_key_with_control_or_alt_answers_nothing_and_types_nothing() {
     let mut view = running();
@@ -66,7 +67,8 @@ fn the_note_on_loss_scales_fits() {
     assert_shows(&view, COMPACT, &format!("of the gradients that FP16 kept at step {step} "));
 }
 
-/// Before the first probe, the table is of the gradients themselves: at the current scale, the shares of its row are theirs.
+/// Before the first probe, the table is of the gradients themselves: at the current scale, the shares of its row are
+/// theirs.
 #[test]
 fn the_precision_tab_without_a_probe_is_of_the_stored_gradients() {
     let mut view = after(Invented::default(), 900);

@@ -13,8 +13,8 @@ use std::time::Duration;
 /// The time between two heartbeats.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sends heartbeats while `work` runs on the leader, which holds `exchange` during each of its exchanges. The workers wait for a
-/// message meanwhile.
+/// Sends heartbeats while `work` runs on the leader, which holds `exchange` during each of its exchanges. The workers
+/// wait for a message meanwhile.
 pub fn with_heartbeat<R>(group: &dyn ProcessGroup, exchange: &Mutex<()>, work: impl FnOnce() -> R) -> R {
     with_messages(group, exchange, &LeaderMessage::Heartbeat, work)
 }

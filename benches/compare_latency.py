@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantizer, and llama.cpp's.
+"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantizer, and
+llama.cpp's.
 
     benches/compare_latency.py MODEL --seq-len 128 --threads 2 --passes 200 --rounds 3
 
-MODEL is what `finetune export` can write as ONNX: a folder, run or checkpoint. Each round measures every contender afresh,
-one after the other, so that whatever else the machine does falls on all; reported are the medians over the rounds of p50, p95
-and p99. A forward pass is over one sequence, with the logits of all its places, llama.cpp's with those of the last. A token is
-the next one after it, over the KV cache; llama.cpp gives the mean of the eight next ones.
+MODEL is what `finetune export` can write as ONNX: a folder, run or checkpoint. Each round measures every contender
+afresh, one after the other, so that whatever else the machine does falls on all; reported are the medians over the
+rounds of p50, p95 and p99. A forward pass is over one sequence, with the logits of all its places, llama.cpp's with
+those of the last. A token is the next one after it, over the KV cache; llama.cpp gives the mean of the eight next ones.
 
-Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them). llama.cpp takes part, over an exported GGUF of each
-of `--gguf`, where the package xllamacpp is installed.
+Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them). llama.cpp takes part, over an exported
+GGUF of each of `--gguf`, where the package xllamacpp is installed.
 """
 
 import argparse

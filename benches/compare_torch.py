@@ -7,16 +7,19 @@
 
 With `--lora R` both train adapters of rank R at every linear layer, the peer PEFT's.
 
-The peer is PyTorch at its best: with tcmalloc (Debian's libtcmalloc-minimal4) and transparent huge pages on a CPU, scaled dot
-product attention, fused AdamW, and for each shape and type with the fastest of compiled or not, and padded vocabulary or not, by
-the median of three trials each. `--peer-flags` replaces the trials; `--plain-peer` runs PyTorch without any of this.
+The peer is PyTorch at its best: with tcmalloc (Debian's libtcmalloc-minimal4) and transparent huge pages on a CPU,
+scaled dot product attention, fused AdamW, and for each shape and type with the fastest of compiled or not, and padded
+vocabulary or not, by the median of three trials each. `--peer-flags` replaces the trials; `--plain-peer` runs PyTorch
+without any of this.
 
-Autocast stores weight gradients in FP32, and our half-precision types in 16 bits. So these are also measured with `g=f32`.
+Autocast stores weight gradients in FP32, and our half-precision types in 16 bits. So these are also measured with
+`g=f32`.
 
-The peer is `torch_step.py` in this folder, or another script that takes `--model --batch --seq --dtype --steps --warmup --threads`
-and prints one JSON object with `tokens_per_s` and `peak_rss_mib`. Each round starts every program afresh, so that other work on the
-machine affects all of them; every other round runs in the reverse order. Printed are medians, and the smallest and largest ratio of
-a round. Neither side counts skipped steps in its rate; their number over all rounds is printed.
+The peer is `torch_step.py` in this folder, or another script that takes
+`--model --batch --seq --dtype --steps --warmup --threads` and prints one JSON object with `tokens_per_s` and
+`peak_rss_mib`. Each round starts every program afresh, so that other work on the machine affects all of them; every
+other round runs in the reverse order. Printed are medians, and the smallest and largest ratio of a round. Neither side
+counts skipped steps in its rate; their number over all rounds is printed.
 """
 
 import argparse
@@ -27,7 +30,8 @@ import statistics
 import subprocess
 import sys
 
-# The peer's type for ours. FP16 on a CPU is compared with FP32, because PyTorch's own FP16 falls back to a reference loop there.
+# The peer's type for ours. FP16 on a CPU is compared with FP32, because PyTorch's own FP16 falls back to a reference
+# loop there.
 PEER_DTYPE = {"fp32": "f32", "bf16": "bf16_amp", "fp16": "f32"}
 PEER_DTYPE_ON_GPU = {**PEER_DTYPE, "fp16": "f16_amp"}
 # Ours again, with gradients as wide as autocast's.

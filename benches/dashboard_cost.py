@@ -4,11 +4,11 @@ terminal of 120×36, in turn, A B A B, and prints the ratio round by round.
 
     benches/dashboard_cost.py --finetune target/release/finetune --rounds 5
 
-Time and processor time a step are read from each run's own event log, between step 50 and the last: the first is what the
-dashboard is held to. On a busy machine neither says much, since the dashboard draws ten times a second however long steps
-take; what holds there is the processor time that all threads but the training ones take in a second, over the processors
-there are. Checkpoints, evaluations and samples are switched off. The terminal is a pseudo-terminal that this script reads
-and forgets.
+Time and processor time a step are read from each run's own event log, between step 50 and the last: the first is what
+the dashboard is held to. On a busy machine neither says much, since the dashboard draws ten times a second however long
+steps take; what holds there is the processor time that all threads but the training ones take in a second, over the
+processors there are. Checkpoints, evaluations and samples are switched off. The terminal is a pseudo-terminal that this
+script reads and forgets.
 """
 
 import argparse

@@ -3,8 +3,9 @@
 
     LLMC=PATH benches/compare_torch.py --peer benches/llmc_step.py --plain-peer --model distilgpt2 --dtypes fp32 --shapes 4x64
 
-PATH is a checkout of llm.c (github.com/karpathy/llm.c), whose `train_gpt2.c` is compiled with the flags of its Makefile. It knows
-FP32 alone. Random weights, random tokens. Prints the JSON object that `torch_step.py` prints. Needs a C compiler with OpenMP, and numpy.
+PATH is a checkout of llm.c (github.com/karpathy/llm.c), whose `train_gpt2.c` is compiled with the flags of its
+Makefile. It knows FP32 alone. Random weights, random tokens. Prints the JSON object that `torch_step.py` prints. Needs
+a C compiler with OpenMP, and numpy.
 """
 
 import argparse

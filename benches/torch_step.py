@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A training step in PyTorch, of GPT-2 written to be fast or of transformers' models: the peer that `compare_torch.py` holds `finetune bench` against.
+"""A training step in PyTorch, of GPT-2 written to be fast or of transformers' models: the peer that `compare_torch.py`
+holds `finetune bench` against.
 
     benches/torch_step.py --model distilgpt2 --batch 32 --seq 32 --dtype bf16_amp --steps 5
     benches/torch_step.py --model smollm2-135m --batch 8 --seq 128 --dtype bf16_amp
     benches/torch_step.py --model smollm2-135m --batch 4 --seq 256 --dtype bf16_amp --lora 16
     benches/torch_step.py --device cuda --pad-vocab --compile --compile-mode reduce-overhead
 
-Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object. The
-rate is the median of the steps that the gradient scaler did not skip. On a GPU, events on its stream time the steps, so the host
-never waits for the device between steps.
+Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON
+object. The rate is the median of the steps that the gradient scaler did not skip. On a GPU, events on its stream time
+the steps, so the host never waits for the device between steps.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Makes `balanced.safetensors` and `balanced.json`: the load-balancing loss of the mixtures under `families/` by transformers.
+"""Makes `balanced.safetensors` and `balanced.json`: the load-balancing loss of the mixtures under `families/` by
+transformers.
 
     python make_balanced.py
 
-Each case has two micro-batches of rows with padding at the end, which the attention mask leaves out. Its loss is the mean
-cross-entropy over all targets, plus the mean of the micro-batches' auxiliary losses, times a large coefficient. For each case `C`:
+Each case has two micro-batches of rows with padding at the end, which the attention mask leaves out. Its loss is the
+mean cross-entropy over all targets, plus the mean of the micro-batches' auxiliary losses, times a large coefficient.
+For each case `C`:
 
 C.inputs, C.labels       [micro-batch, row, column]; -100 is no target
 C.lengths                [micro-batch, row], columns without padding

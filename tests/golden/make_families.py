@@ -1,12 +1,14 @@
-"""Makes the reference values under `families/`: small random models of other families than GPT-2, by PyTorch and transformers.
+"""Makes the reference values under `families/`: small random models of other families than GPT-2, by PyTorch and
+transformers.
 
     python make_families.py [case ...]
 
-The files of a case are those of `make_golden.py`, which does the work; names are transformers' own. `rope.json` holds the
-frequencies, and the last position's cosines and sines, of every type of rotary position embedding.
+The files of a case are those of `make_golden.py`, which does the work; names are transformers' own. `rope.json` holds
+the frequencies, and the last position's cosines and sines, of every type of rotary position embedding.
 
-transformers computes RMS norms in FP32 even where the model is FP64, and cosines and sines of rotary embeddings too. For the
-FP64 run the norms are put into FP64 here; the cosines and sines stay FP32, because that is what models are trained with.
+transformers computes RMS norms in FP32 even where the model is FP64, and cosines and sines of rotary embeddings too.
+For the FP64 run the norms are put into FP64 here; the cosines and sines stay FP32, because that is what models are
+trained with.
 """
 
 import json
@@ -166,7 +168,8 @@ CASES = {
     # Grouped queries, a head of its own, targets to ignore.
     "llama": Case(LlamaConfig, {"tie_word_embeddings": False}, 44, padded=True),
     # Biases everywhere, a tied head, heads that are wider than the model over their number. The base of the rotation is
-    # small wherever keys have biases: softmax does not see a key's bias that is hardly turned, and its gradient is noise.
+    # small wherever keys have biases: softmax does not see a key's bias that is hardly turned, and its gradient is
+    # noise.
     "llama-biases": Case(LlamaConfig, {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_attention_heads": 3,
         "num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3,
@@ -229,8 +232,8 @@ CASES = {
     "lfm2": Case(Lfm2Config, {
         "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 42,
         "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 4}, 75, seq=13, padded=True),
-    # A gated delta rule in the first and last layer, value heads that share key heads; attention with gates, and half of each head
-    # rotated.
+    # A gated delta rule in the first and last layer, value heads that share key heads; attention with gates, and half
+    # of each head rotated.
     "qwen3_5": Case(Qwen3_5TextConfig, {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 5,

@@ -4,8 +4,8 @@
     python tests/golden/make_golden.py            # every case below, beside this file
     python tests/golden/make_golden.py narrow     # one of them
 
-A case is a random GPT-2, twenty batches for it, and what PyTorch makes of them. Parameter names are the project's, which
-are those of transformers without the prefix `transformer.`. In the folder of a case lie
+A case is a random GPT-2, twenty batches for it, and what PyTorch makes of them. Parameter names are the project's,
+which are those of transformers without the prefix `transformer.`. In the folder of a case lie
 
 config.json, model.safetensors   the model before training, as transformers saves it
 reference.safetensors            inputs, targets  [20,B,T] i64; a target of -100 is ignored

@@ -2,10 +2,11 @@
 
     python make_grpo.py
 
-Two prompts with three completions each on random models of other cases, in FP64 with autograd. The log-probabilities of the sampler and
-of training before the update are given numbers around the policy's, so that some ratios are clipped and some completions left out. The
-reference is the model with all parameters multiplied by 0.9. The formulas are those of the papers, with TRL's names and defaults.
-The file has each objective's loss and metrics, and the gradient of every parameter.
+Two prompts with three completions each on random models of other cases, in FP64 with autograd. The log-probabilities of
+the sampler and of training before the update are given numbers around the policy's, so that some ratios are clipped and
+some completions left out. The reference is the model with all parameters multiplied by 0.9. The formulas are those of
+the papers, with TRL's names and defaults. The file has each objective's loss and metrics, and the gradient of every
+parameter.
 """
 
 import json

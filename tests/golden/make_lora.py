@@ -1,12 +1,13 @@
-"""Makes the reference values under `lora/`: adapters by PEFT over the models of the other folders, and what PyTorch makes of them.
+"""Makes the reference values under `lora/`: adapters by PEFT over the models of the other folders, and what PyTorch
+makes of them.
 
     python make_lora.py [case ...]
 
 In the folder of a case lie
 
 adapter_config.json, adapter_model.safetensors   the adapter before training, as PEFT saves it; B is not zero
-reference.safetensors                            logits [B,T,V] f32, `grad.<name>`, `final.<name>` as in `make_golden.py`, of what
-                                                 is trained; the base's batches
+reference.safetensors                            logits [B,T,V] f32, `grad.<name>`, `final.<name>` as in
+                                                 `make_golden.py`, of what is trained; the base's batches
 trajectory.json                                  `base`, the folder of the base; the rest as in `make_golden.py`
 
 Names are the project's: PEFT's without `base_model.model.`, the adapter's name and the family's prefix.
@@ -71,8 +72,8 @@ CASES = {
     "qwen3_5": ("families/qwen3_5", {"target_modules": "all-linear", "modules_to_save": ["linear_attn.norm"]}),
 }
 
-# Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run, BF16 choose other experts, or half precision round
-# gradients by more than 6e-3 and 5e-2; of `qwen3_5` PyTorch's own do with many seeds.
+# Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run, BF16 choose other experts, or half
+# precision round gradients by more than 6e-3 and 5e-2; of `qwen3_5` PyTorch's own do with many seeds.
 SEEDS = {"gpt2-dora": 261, "olmo3": 171, "gemma2": 276, "qwen3-moe": 301, "qwen3_5": 290}
 
 

@@ -1,10 +1,12 @@
-"""Makes the reference values in `masked.json` and `masked.safetensors`: loss and gradients of samples that are learned in part.
+"""Makes the reference values in `masked.json` and `masked.safetensors`: loss and gradients of samples that are learned
+in part.
 
     python make_masked.py
 
-The models are those of other cases. The samples are padded into one batch, with an attention mask and labels of -100 wherever
-nothing is learned, and transformers computes the mean loss over what is left, in FP64. `masked.json` holds the samples, each token
-with whether it is learned, and the losses; `masked.safetensors` the gradients as `<case>/<parameter>`.
+The models are those of other cases. The samples are padded into one batch, with an attention mask and labels of -100
+wherever nothing is learned, and transformers computes the mean loss over what is left, in FP64. `masked.json` holds the
+samples, each token with whether it is learned, and the losses; `masked.safetensors` the gradients as
+`<case>/<parameter>`.
 """
 
 import json

@@ -2,12 +2,13 @@
 
     python make_preferences.py
 
-Losses and derivatives: every objective on log-probabilities with ties, margins of 100 nats and several `beta`, in FP64 with autograd.
-The formulas are those of the papers, with TRL's names and defaults, and use PyTorch's `logsigmoid` and nothing of this project.
+Losses and derivatives: every objective on log-probabilities with ties, margins of 100 nats and several `beta`, in FP64
+with autograd. The formulas are those of the papers, with TRL's names and defaults, and use PyTorch's `logsigmoid` and
+nothing of this project.
 
-Models: pairs of a prompt with a chosen and a rejected answer, padded into one batch, on random models of other cases. The reference's
-log-probabilities are given numbers. The file has each objective's loss, the metrics, and the gradient of every parameter; for DPO also
-ten steps of AdamW.
+Models: pairs of a prompt with a chosen and a rejected answer, padded into one batch, on random models of other cases.
+The reference's log-probabilities are given numbers. The file has each objective's loss, the metrics, and the gradient
+of every parameter; for DPO also ten steps of AdamW.
 """
 
 import json
@@ -155,8 +156,8 @@ def main():
                            "accuracy": (rewards[:, 0] > rewards[:, 1]).double().mean().item()}
             for parameter, value in model.named_parameters():
                 tensors[f"{name}/{kind}/{short(parameter)}"] = value.grad.float().contiguous()
-        # KTO: the same rows as single answers, good and bad in turn. Each prompt with the previous row's answer, as far as it fits into
-        # the batch, gives the estimate of the divergence.
+        # KTO: the same rows as single answers, good and bad in turn. Each prompt with the previous row's answer, as far
+        # as it fits into the batch, gives the estimate of the divergence.
         model.zero_grad()
         rows = [(prompt, answer) for prompt, chosen, rejected in samples for answer in (chosen, rejected)]
         room = [inputs.shape[1] - len(prompt) + 1 for prompt, _ in rows]

@@ -1,6 +1,9 @@
-"""What transformers makes of the conversations in a JSON file, with the chat templates that models are published with (as TRL's
-package holds them) and with the training templates in the file: texts, and token by token which are the assistant's.
-   chat_tokens.py CASES TOKENIZER"""
+"""What transformers makes of the conversations in a JSON file, with the chat templates that models are published with
+(as TRL's package holds them) and with the training templates in the file: texts, and token by token which are the
+assistant's.
+
+    chat_tokens.py CASES TOKENIZER
+"""
 
 import importlib.util
 import json

@@ -2,8 +2,8 @@
 
     python fork_server.py
 
-Prints the path of a Unix socket. Each connection sends one line, the JSON list of a script and its arguments, and receives the script's
-output. Ends when its standard input does.
+Prints the path of a Unix socket. Each connection sends one line, the JSON list of a script and its arguments, and
+receives the script's output. Ends when its standard input does.
 """
 
 import contextlib

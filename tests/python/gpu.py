@@ -8,12 +8,13 @@
     .ci/cuda-stand-in target/ci/stand-in                             # no GPU: candle's kernels run on the CPU, small and slow
     tests/python/gpu.py --stand-in target/ci/stand-in --finetune target/debug/finetune …
 
-Rows: candle's operations against the CPU's; whole runs of `tiny` against the CPU's, with overflows and growths of the loss
-scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own kernels, and what becomes of faulty ones; a run that is
-killed and resumed; the commands that use a trained model against the CPU's; what is refused; and `finetune bench` with candle's
-kernels and with our own, at README's shapes, whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which share a
-GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL. `--only exchange`: two on
-one GPU, with NCCL 2.30 or newer, and the time of their exchange.
+Rows: candle's operations against the CPU's; whole runs of `tiny` against the CPU's, with overflows and growths of the
+loss scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own
+kernels, and what becomes of faulty ones; a run that is killed and resumed; the commands that use a trained model
+against the CPU's; what is refused; and `finetune bench` with candle's kernels and with our own, at README's shapes,
+whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which
+share a GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL. `--only exchange`:
+two on one GPU, with NCCL 2.30 or newer, and the time of their exchange.
 """
 
 import argparse
@@ -106,8 +107,8 @@ def train(device, folder, *flags, launcher=(), **more):
 
 
 def flags_of(dtype, steps=STEPS, save_every=10):
-    # An overflow at once, and growths behind it. With the default learning rate the loss leaps at step 5, and from there on any two
-    # orders of summation drift apart, two CPUs' as well: by 5e-3 in FP32, by 0.5 in BF16.
+    # An overflow at once, and growths behind it. With the default learning rate the loss leaps at step 5, and from
+    # there on any two orders of summation drift apart, two CPUs' as well: by 5e-3 in FP32, by 0.5 in BF16.
     return ["--dtype", dtype, "--steps", steps, "--lr", 3e-4, "--init-scale", 2.0**20, "--set", "scaler.growth_interval=8", "--set", f"checkpoint.save_every={save_every}"]
 
 

@@ -1,7 +1,7 @@
 """What numpy, PyTorch, ml_dtypes and torchao make of the laboratory's figures.
 
-Usage: lab_figures.py REPORTS.json. Reports are what `finetune lab VIEW --json` printed, by name. Prints a JSON object of
-lists of disagreements by name; empty lists where everything agrees.
+Usage: lab_figures.py REPORTS.json. Reports are what `finetune lab VIEW --json` printed, by name. Prints a JSON object
+of lists of disagreements by name; empty lists where everything agrees.
 """
 
 import json

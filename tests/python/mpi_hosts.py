@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Hosts as network namespaces: MPI over TCP between them, their links limited, and the step's time held against its prediction.
+"""Hosts as network namespaces: MPI over TCP between them, their links limited, and the step's time held against its
+prediction.
 
-Usage: tests/python/mpi_hosts.py PROGRAM     as root; PROGRAM is built with `--features mpi`. docs/scale.md has the formula.
+Usage, as root: tests/python/mpi_hosts.py PROGRAM. PROGRAM is built with `--features mpi`. docs/scale.md has the formula.
 """
 
 import itertools
@@ -56,8 +57,8 @@ def make(hosts):
 
 
 def limit(hosts, megabits):
-    # Both directions of every link. A queue that drops nothing: after a loss TCP stands still for 200 ms, which is another
-    # model. So is a burst of more than a few packets, which an idle link would save up for the next exchange.
+    # Both directions of every link. A queue that drops nothing: after a loss TCP stands still for 200 ms, which is
+    # another model. So is a burst of more than a few packets, which an idle link would save up for the next exchange.
     shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "4kb", "limit", "16mb"]
     for host in range(1, hosts + 1):
         inside = ["ip", "netns", "exec", f"{PREFIX}{host}"]
@@ -104,8 +105,9 @@ def predicted(hosts, megabits, parts, passes, backward, rest):
     largest parts of shards."""
     blocks, others, shard = parts
     share = -(-MICRO_BATCHES // hosts)
-    # A share of one micro-batch is sent in FP16, of several in FP32; weights come back in FP16. What decides is the link of
-    # the host with the largest part: all others send it theirs of that part, and it sends each of them its weights.
+    # A share of one micro-batch is sent in FP16, of several in FP32; weights come back in FP16. What decides is the
+    # link of the host with the largest part: all others send it theirs of that part, and it sends each of them its
+    # weights.
     def sent(elements, width):
         return (hosts - 1) * elements * width * WIRE / (megabits * 1e6 / 8) * 1e3
 

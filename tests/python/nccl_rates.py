@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The milliseconds that NCCL takes between two processes of this machine, as JSON: for an all-reduce of BF16 values, and for the
-sends and receives by which a step exchanges the same values as gradients and as weights.
+"""The milliseconds that NCCL takes between two processes of this machine, as JSON: for an all-reduce of BF16 values,
+and for the sends and receives by which a step exchanges the same values as gradients and as weights.
 
     tests/python/nccl_rates.py BYTES        with NCCL_MULTI_RANK_GPU_ENABLE=1 on a single GPU
 """

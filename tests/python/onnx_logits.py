@@ -2,9 +2,9 @@
 
     python onnx_logits.py CASES
 
-CASES is a JSON list of cases: a graph's file, and rows of token ids that are equally long; a graph with a KV cache gets them in three
-pieces. Prints a JSON list with an object for each case: `logits`, all values in row-major order, `axes`, the names of the input's
-axes, and `unused`, onnxruntime's warnings about initializers that no operation reads.
+CASES is a JSON list of cases: a graph's file, and rows of token ids that are equally long; a graph with a KV cache gets
+them in three pieces. Prints a JSON list with an object for each case: `logits`, all values in row-major order, `axes`,
+the names of the input's axes, and `unused`, onnxruntime's warnings about initializers that no operation reads.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python onnx_quantized.py MODEL IDS
 
-Prints one JSON object: `products`, the matrix products by an initializer before quantizing; `quantized`, those in INT8 after;
-and `distance`, the error of the logits relative to their norm.
+Prints one JSON object: `products`, the matrix products by an initializer before quantizing; `quantized`, those in INT8
+after; and `distance`, the error of the logits relative to their norm.
 """
 
 import json

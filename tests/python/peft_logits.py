@@ -1,4 +1,5 @@
-"""The logits of an adapter over a model by PEFT, the adapter saved again, and a fresh adapter of PEFT's with its logits.
+"""The logits of an adapter over a model by PEFT, the adapter saved again, and a fresh adapter of PEFT's with its
+logits.
 
     python peft_logits.py MODEL ADAPTER AGAIN IDS
 """

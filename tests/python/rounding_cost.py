@@ -2,9 +2,9 @@
 
     python rounding_cost.py CASES
 
-CASES is a JSON list of cases: a folder, a text, a type and a loss scale. Each case computes the gradient of the mean loss of the
-text's bytes, times the scale, with the model in the folder: exactly, with the tensors of each site rounded to the type, and with all
-others rounded. Prints a JSON list with an object for each case, which has `all` and `sites`.
+CASES is a JSON list of cases: a folder, a text, a type and a loss scale. Each case computes the gradient of the mean
+loss of the text's bytes, times the scale, with the model in the folder: exactly, with the tensors of each site rounded
+to the type, and with all others rounded. Prints a JSON list with an object for each case, which has `all` and `sites`.
 """
 
 import json

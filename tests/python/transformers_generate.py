@@ -2,9 +2,9 @@
 
     python transformers_generate.py CASES
 
-CASES is a JSON object: for each folder a list of `[prompt, n]`, token ids and the number of tokens to generate. Prints the same
-object with the new tokens of each. Every case has a fresh model, because rotary embeddings whose frequencies depend on the length
-remember the longest sequence.
+CASES is a JSON object: for each folder a list of `[prompt, n]`, token ids and the number of tokens to generate. Prints
+the same object with the new tokens of each. Every case has a fresh model, because rotary embeddings whose frequencies
+depend on the length remember the longest sequence.
 """
 
 import copy

@@ -2,9 +2,10 @@
 
     python transformers_loss.py BATCH FOLDER...
 
-BATCH is a JSON file with `inputs` and `targets`, rows of token ids; a target of -100 is ignored. Prints one JSON array with
-an object for each folder: `loss`, the mean cross-entropy in FP32; `dtypes` of the weights as stored; `text`, a sentence
-after the folder's own tokenizer has encoded and decoded it. A folder that lacks a tensor or has one too many is an error.
+BATCH is a JSON file with `inputs` and `targets`, rows of token ids; a target of -100 is ignored. Prints one JSON array
+with an object for each folder: `loss`, the mean cross-entropy in FP32; `dtypes` of the weights as stored; `text`, a
+sentence after the folder's own tokenizer has encoded and decoded it. A folder that lacks a tensor or has one too many
+is an error.
 """
 
 import json

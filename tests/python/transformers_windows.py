@@ -2,10 +2,10 @@
 
     python transformers_windows.py CASES
 
-CASES is a JSON list of cases: a folder, a text, the length of windows, and a list of strides. A text is a JSON list of token ids, or
-a .txt file for the folder's own tokenizer; every window begins with the token that this one puts in front of a text, if it does.
-Prints a JSON list with a list for each case: for each stride an object of `loss` and `tokens`. A window predicts the token after each
-of its own; what an earlier window has predicted is not counted again.
+CASES is a JSON list of cases: a folder, a text, the length of windows, and a list of strides. A text is a JSON list of
+token ids, or a .txt file for the folder's own tokenizer; every window begins with the token that this one puts in front
+of a text, if it does. Prints a JSON list with a list for each case: for each stride an object of `loss` and `tokens`. A
+window predicts the token after each of its own; what an earlier window has predicted is not counted again.
 """
 
 import json

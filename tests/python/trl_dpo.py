@@ -2,9 +2,10 @@
 
     python trl_dpo.py MODEL PAIRS STEPS LR ADAPTER ADAPTER_LR
 
-All pairs of the JSON Lines file PAIRS make one batch of each step, in FP32, with a constant learning rate and without weight decay.
-First the whole model is trained, with the rate LR, then ADAPTER alone, a folder in PEFT's format. Prints a JSON list with an object for
-both: `loss`, `chosen` and `rejected`, the loss and the rewards of each step; and one with the defaults of each trainer.
+All pairs of the JSON Lines file PAIRS make one batch of each step, in FP32, with a constant learning rate and without
+weight decay. First the whole model is trained, with the rate LR, then ADAPTER alone, a folder in PEFT's format. Prints
+a JSON list with an object for both: `loss`, `chosen` and `rejected`, the loss and the rewards of each step; and one
+with the defaults of each trainer.
 """
 
 import json

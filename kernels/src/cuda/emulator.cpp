@@ -83,8 +83,8 @@ Target scheduler;
 ucontext_t scheduler_context;
 std::string failure;
 
-// The threads that take turns, `left` of them after the current one. The order is 0: upwards, 1: downwards, others: a stride
-// that is coprime to the number of threads.
+// The threads that take turns, `left` of them after the current one. The order is 0: upwards, 1: downwards, others: a
+// stride that is coprime to the number of threads.
 struct Turns {
     unsigned first, count, order, left;
 } turns;
@@ -112,8 +112,9 @@ void next_turn() {
 // Not inline, because the target must be in another function.
 [[gnu::noinline, noreturn]] void jump(Target& target) { __builtin_longjmp(target, 1); }
 
-// Gives the turn to the next thread, and returns at this thread's next one. The jump is direct, without the scheduler, if the
-// fiber has started: threads of a warp mostly wait at the same line, so the processor predicts where their functions return to.
+// Gives the turn to the next thread, and returns at this thread's next one. The jump is direct, without the scheduler,
+// if the fiber has started: threads of a warp mostly wait at the same line, so the processor predicts where their
+// functions return to.
 [[gnu::noinline]] void leave() {
     if (current->state == State::Done) idle = current_thread;
     if (__builtin_setjmp(current->resume) != 0) return;
@@ -174,8 +175,9 @@ void check_shared(const void* pointer, size_t bytes, int line) {
     }
 }
 
-// The four matrices of 8 × 8 that a warp loads. PTX ISA, "ldmatrix", for .m8n8.x4.b16: lanes 8m to 8m + 7 give the rows of
-// matrix m. A lane gets two neighbours of each matrix's (or its transpose's) row lane / 4, at column 2 · (lane mod 4).
+// The four matrices of 8 × 8 that a warp loads. PTX ISA, "ldmatrix", for .m8n8.x4.b16: lanes 8m to 8m + 7 give the rows
+// of matrix m. A lane gets two neighbours of each matrix's (or its transpose's) row lane / 4, at column 2 · (lane mod
+// 4).
 void serve_matrices(unsigned first, bool transposed) {
     const MatrixRow* rows[WARP];
     for (unsigned lane = 0; lane < WARP; ++lane) rows[lane] = reinterpret_cast<const MatrixRow*>(fibers[first + lane]->value);
@@ -190,9 +192,9 @@ void serve_matrices(unsigned first, bool transposed) {
     }
 }
 
-// C += A · B for a warp's A [16, 16], B [16, 8] and C [16, 8]. PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point
-// type": which row and column the elements a0 to a7, b0 to b3 and c0 to c3 of a lane are. Products are exact, and the GPU's
-// sum over them is no more exact than this one, in double precision.
+// C += A · B for a warp's A [16, 16], B [16, 8] and C [16, 8]. PTX ISA, "Matrix Fragments for mma.m16n8k16 with
+// floating point type": which row and column the elements a0 to a7, b0 to b3 and c0 to c3 of a lane are. Products are
+// exact, and the GPU's sum over them is no more exact than this one, in double precision.
 void serve_product(unsigned first, bool wide_exponents) {
     typedef double Columns __attribute__((vector_size(8 * sizeof(double))));
     double a[16][16];
@@ -405,8 +407,8 @@ extern "C" size_t emulator_argument_bytes(const char* name) {
     return entry == nullptr ? 0 : entry->argument_bytes;
 }
 
-// Runs a kernel to its end. `order` turns the order of blocks and fibers round, `buffers` are the ones it may touch (all of
-// memory if there is none). On failure the message is in `message`, and the result is not 0.
+// Runs a kernel to its end. `order` turns the order of blocks and fibers round, `buffers` are the ones it may touch
+// (all of memory if there is none). On failure the message is in `message`, and the result is not 0.
 extern "C" int emulator_launch(const char* name, const unsigned grid[3], const unsigned block[3], size_t shared_bytes,
                                const void* arguments, size_t argument_bytes, const emulator::Range* buffers,
                                size_t buffer_count, unsigned order, char* message, size_t message_bytes) {

@@ -1,9 +1,9 @@
 // The parts of CUDA's device side that kernels use, on a CPU: tests run this crate's and candle's .cu files with it.
 //
-// The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
-// its warp; meeting a different one than its neighbours, or none, is an error that names both lines. Blocks run one after the
-// other. The order of fibers and blocks, and how far a warp runs before the next, can be varied to expose results that depend
-// on it. Every access to global memory is checked against the buffers that the launch names.
+// The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange
+// within its warp; meeting a different one than its neighbours, or none, is an error that names both lines. Blocks run
+// one after the other. The order of fibers and blocks, and how far a warp runs before the next, can be varied to expose
+// results that depend on it. Every access to global memory is checked against the buffers that the launch names.
 #pragma once
 
 #include <cmath>
@@ -78,8 +78,8 @@ struct Multiplicands {
     float* accumulators;
 };
 
-// Loads for the whole warp: each lane gives the address of one row of 16 bytes in shared memory, which is read at once, and
-// gets its fragments of the four matrices.
+// Loads for the whole warp: each lane gives the address of one row of 16 bytes in shared memory, which is read at once,
+// and gets its fragments of the four matrices.
 void load_matrices(Exchange kind, const void* row, unsigned (&fragments)[4], int line);
 
 // Copies one thread's bytes to shared memory. The target is poison until the thread has waited for its group.

@@ -54,8 +54,8 @@ enum CopyFault : unsigned {
     COPY_TO_BETWEEN,
 };
 
-// out[i] = the sum of the four numbers of chunk 63 - i over `len` steps of 64 chunks each, which come by asynchronous copies:
-// two places take turns, or one is used again and again.
+// out[i] = the sum of the four numbers of chunk 63 - i over `len` steps of 64 chunks each, which come by asynchronous
+// copies: two places take turns, or one is used again and again.
 static void add_up(const Faulty& a) {
     SHARED(float, places);
     const unsigned i = threadIdx.x, stages = a.fault == NO_BARRIER_BEFORE_REUSE ? 1 : 2;

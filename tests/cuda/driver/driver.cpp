@@ -1,10 +1,12 @@
-// A stand-in for NVIDIA's driver, as far as candle's CUDA back end calls it: memory is the host's, kernels run in the emulator.
+// A stand-in for NVIDIA's driver, as far as candle's CUDA back end calls it: memory is the host's, kernels run in the
+// emulator.
 //
-// A module is the PTX that nvcc made of a .cu file; a function is found in it by name, its parameters' sizes must be those of
-// the same kernel compiled for the host, and the latter runs. Work starts only when the program waits for it, as on the
-// slowest GPU: a read without a wait returns wrong numbers. The first stream is candle's. All others work as late as events allow,
-// or with STAND_IN_STREAMS=early as early, so that a missing wait changes the results of one of the two. Each allocation is followed by an inaccessible page, and
-// freed memory is inaccessible, so that an access outside ends the program.
+// A module is the PTX that nvcc made of a .cu file; a function is found in it by name, its parameters' sizes must be
+// those of the same kernel compiled for the host, and the latter runs. Work starts only when the program waits for it,
+// as on the slowest GPU: a read without a wait returns wrong numbers. The first stream is candle's. All others work as
+// late as events allow, or with STAND_IN_STREAMS=early as early, so that a missing wait changes the results of one of
+// the two. Each allocation is followed by an inaccessible page, and freed memory is inaccessible, so that an access
+// outside ends the program.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -136,7 +138,8 @@ Status work_all(void* stream) {
     return work_all([=] { return static_cast<Stream*>(stream)->empty(); });
 }
 
-// Whether a call that waits, reads the host's memory or needs its order in the stream is allowed: not in a capture, which it ends.
+// Whether a call that waits, reads the host's memory or needs its order in the stream is allowed: not in a capture,
+// which it ends.
 Status outside_capture(const char* call) {
     if (captured == nullptr) return OK;
     capture_invalid = true;

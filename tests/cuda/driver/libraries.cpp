@@ -1,5 +1,5 @@
-// Stand-ins for cuBLAS and cuRAND, as far as candle calls them, and for cuBLASLt, as far as our kernels do: products as plain
-// loops with sums in FP32; no random numbers.
+// Stand-ins for cuBLAS and cuRAND, as far as candle calls them, and for cuBLASLt, as far as our kernels do: products as
+// plain loops with sums in FP32; no random numbers.
 #include <cstdint>
 #include <cstring>
 #include <vector>

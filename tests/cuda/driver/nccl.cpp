@@ -1,6 +1,6 @@
-// A stand-in for NCCL, as far as `src/engine/collective/nccl.rs` calls it: processes of one machine, which are connected by files
-// in a folder of shared memory. As in NCCL, a group of sends and receives is done once all others have taken part in theirs, and
-// never if one has ended.
+// A stand-in for NCCL, as far as `src/engine/collective/nccl.rs` calls it: processes of one machine, which are
+// connected by files in a folder of shared memory. As in NCCL, a group of sends and receives is done once all others
+// have taken part in theirs, and never if one has ended.
 #include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>

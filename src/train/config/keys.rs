@@ -113,8 +113,10 @@ pub(super) fn check_keys(keys: impl IntoIterator<Item = String>) -> Result<()> {
             let nearest = known.iter().max_by(|a, b| closeness(a).total_cmp(&closeness(b)));
             nearest.filter(|setting| closeness(setting) > least)
         };
-        // Keys of the same section are similar by their section alone.
-        let by_name = nearest(&|setting| strsim::jaro_winkler(setting.name(), last), 0.8);
+        // Short texts are parts of many names, and keys of the same section are similar by their section alone.
+        let is_part = |name: &str| last.len() > 3 && name.contains(last);
+        let similarity = |name: &str| f64::from(is_part(name)) + strsim::jaro_winkler(name, last);
+        let by_name = nearest(&|setting| similarity(setting.name()), 0.8);
         let hint = match by_name.or_else(|| nearest(&|setting| strsim::jaro_winkler(&setting.key, &key), 0.92)) {
             Some(nearest) => format!("; did you mean `{}`?", nearest.key),
             None => "; `finetune config --explain` prints all keys".into(),

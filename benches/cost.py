@@ -69,11 +69,11 @@ def picture(rows, path):
         if 10**low <= speed <= 10**high:
             parts.append(f'<path d="M{left} {y(speed):.1f}H{width - right}" stroke="#ddd"/>')
             parts.append(f'<text x="{left - 6}" y="{y(speed) + 4:.1f}" text-anchor="end">{speed:,}</text>')
-    for (name, points), colour in zip(lines.items(), ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")):
+    for (name, points), color in zip(lines.items(), ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")):
         path_of = " ".join(f"{x(tokens):.1f},{y(speed):.1f}" for tokens, speed in points)
-        parts.append(f'<polyline points="{path_of}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x(t):.1f}" cy="{y(s):.1f}" r="3" fill="{colour}"/>' for t, s in points]
-        parts.append(f'<text x="{x(points[-1][0]) + 8:.1f}" y="{y(points[-1][1]) + 4:.1f}" fill="{colour}">{name}</text>')
+        parts.append(f'<polyline points="{path_of}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x(t):.1f}" cy="{y(s):.1f}" r="3" fill="{color}"/>' for t, s in points]
+        parts.append(f'<text x="{x(points[-1][0]) + 8:.1f}" y="{y(points[-1][1]) + 4:.1f}" fill="{color}">{name}</text>')
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join([*parts, "</svg>\n"]))
 

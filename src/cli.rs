@@ -331,7 +331,7 @@ fn on_terminal() -> Box<dyn Write> {
     if stdout().is_terminal() { Box::new(SanitizingWriter::new(stdout())) } else { Box::new(stdout()) }
 }
 
-/// Standard output for pages that clean their own text and colour it on a terminal.
+/// Standard output for pages that clean their own text and color it on a terminal.
 fn in_pipe() -> Box<dyn Write> {
     if stdout().is_terminal() { Box::new(stdout()) } else { Box::new(SanitizingWriter::new(stdout())) }
 }

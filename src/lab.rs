@@ -1,6 +1,6 @@
 //! The number-format lab: shows the effects of a format on numbers, gradients, the loss scale and memory.
 //!
-//! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a
+//! Views, each a function from its parameters to a report. A report serializes (`--json`) and renders to a
 //! `Page`, which is printed, or shown on the interactive `screen`; the `guide` has the explanations,
 //! scenarios and keys. Reports can start from a real run's events (`RunData`).
 //! All number formats and rounding are implemented in [`precision`](crate::precision).

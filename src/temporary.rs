@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_name_of_a_temporary_file_is_recognised() {
+    fn the_default_name_of_a_temporary_file_is_recognized() {
         let made = NamedTempFile::new().unwrap();
         assert!(is_default_name(made.path().file_name().unwrap().to_str().unwrap()));
         for name in [".tmp", ".tmp12345", ".tmp1234567", ".tmp12-456", "tmp123456", ".tmp123456.txt"] {

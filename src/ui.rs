@@ -1,4 +1,4 @@
-//! Drawing shared by every screen, page and report: roles and their colours, charts, formats of numbers.
+//! Drawing shared by every screen, page and report: roles and their colors, charts, formats of numbers.
 //!
 //! The functions receive figures, series and text; their meaning is the caller's.
 
@@ -19,7 +19,7 @@ pub(crate) use canvas::{folded, text_of};
 pub(crate) use page::{Column, Line, Page, column_cell, plain};
 #[cfg(test)]
 pub(crate) use palette::Palette;
-pub(crate) use palette::may_colour;
+pub(crate) use palette::may_color;
 pub(crate) use plot::{Axes, DOTS, Plot, extent, power_range};
 pub(crate) use ruler::Ruler;
 pub(crate) use theme::Role;

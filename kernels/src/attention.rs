@@ -29,7 +29,7 @@ pub struct AttentionShape {
     pub seq_len: usize,
     /// Heads of queries, H.
     pub heads: usize,
-    /// Heads of keys and values, each shared by `heads / kv_heads` neighbouring heads of queries.
+    /// Heads of keys and values, each shared by `heads / kv_heads` neighboring heads of queries.
     pub kv_heads: usize,
     /// Width of a head.
     pub head_size: usize,
@@ -200,7 +200,7 @@ impl<'a> PaddedSequence<'a> {
     }
 }
 
-/// [`QUERIES`] neighbouring queries, and the keys that they attend to.
+/// [`QUERIES`] neighboring queries, and the keys that they attend to.
 #[derive(Clone, Copy)]
 struct QueryBlock {
     /// The first query.

@@ -245,7 +245,7 @@ __device__ inline float row_sum(float value) {
     return value + __shfl_xor_sync(EVERY_LANE, value, 2);
 }
 
-// A bit for each of four neighbours that share a draw: 1 if dropout keeps it.
+// A bit for each of four neighbors that share a draw: 1 if dropout keeps it.
 __device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
     const Words words = draw_block(dropout, block);
     unsigned bits = 0;

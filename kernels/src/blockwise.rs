@@ -231,7 +231,7 @@ mod tests {
             for (block, found) in values.chunks(BLOCK_SIZE).zip(read.chunks(BLOCK_SIZE)) {
                 let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 for (x, y) in block.iter().zip(found) {
-                    // Half the distance of the map's neighbours in the highest decade.
+                    // Half the distance of the map's neighbors in the highest decade.
                     assert!((x - y).abs() <= 0.0075 * most && x * y >= 0.0, "{x} {y}");
                 }
             }

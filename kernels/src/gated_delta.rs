@@ -27,7 +27,7 @@ use std::ops::Range;
 pub struct DeltaHeads {
     /// Heads of queries and keys.
     pub key_heads: usize,
-    /// Heads of values, a multiple of `key_heads`: neighbours share a query and a key.
+    /// Heads of values, a multiple of `key_heads`: neighbors share a query and a key.
     pub value_heads: usize,
     /// Width of a query and of a key.
     pub key_dim: usize,
@@ -484,7 +484,7 @@ impl HeadTokens<'_> {
             let change = times(self.strengths[i], error);
             let mut output = [0.0; STRIP];
             for (state, (query, key)) in state.iter_mut().zip(query.iter().zip(key)) {
-                // In separate loops, because the compiler would not vectorise a common one, and in a copy, because it
+                // In separate loops, because the compiler would not vectorize a common one, and in a copy, because it
                 // would store the state after each.
                 let mut row = *state;
                 scale(&mut row, decay);
@@ -584,7 +584,7 @@ fn state_places(heads: DeltaHeads) -> impl Iterator<Item = [Range<usize>; 2]> {
     })
 }
 
-/// Normalises the outputs of a value head, multiplies them with their gates and stores them.
+/// Normalizes the outputs of a value head, multiplies them with their gates and stores them.
 #[inline(always)]
 fn write_outputs(
     layer: &OpenedLayer<'_>,

@@ -17,7 +17,7 @@ pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Display, EnumString, VariantArray)]
 #[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_isa)]
 pub enum Isa {
-    /// Loops as the compiler vectorises them for its target.
+    /// Loops as the compiler vectorizes them for its target.
     Portable,
     /// 256-bit vectors with FMA and FP16 conversions.
     #[cfg(target_arch = "x86_64")]

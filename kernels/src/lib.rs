@@ -1,7 +1,7 @@
 //! The operations a decoder is computed with, as the trait [`Kernels`], and its implementations.
 //!
 //! An operation reads and writes whole candle tensors of one device, stored in FP32, FP16 or BF16. Nonlinear functions
-//! and sums are computed in FP32. Softmax, normalisation statistics and losses are never in half precision.
+//! and sums are computed in FP32. Softmax, normalization statistics and losses are never in half precision.
 
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
@@ -88,12 +88,12 @@ fn unknown_backend(text: &str) -> String {
     format!("`{text}` is unknown; use `auto`, `candle`, `fused` or `eager`")
 }
 
-/// The normalisation in front of attention, MLP and head.
+/// The normalization in front of attention, MLP and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
-    /// Layer normalisation with weight and bias (Ba, Kiros and Hinton, 2016).
+    /// Layer normalization with weight and bias (Ba, Kiros and Hinton, 2016).
     Layer,
-    /// Root mean square normalisation with a weight (Zhang and Sennrich, 2019).
+    /// Root mean square normalization with a weight (Zhang and Sennrich, 2019).
     Rms {
         /// The factor is 1 + weight, as Gemma has it.
         unit_offset: bool,
@@ -145,7 +145,7 @@ impl WeightLayout {
     }
 }
 
-/// How rows are normalised.
+/// How rows are normalized.
 #[derive(Clone, Copy, Debug)]
 pub struct NormSettings {
     /// The formula.

@@ -1,4 +1,4 @@
-//! Vectorisable FP32 `exp`, `tanh`, GELU and SiLU.
+//! Vectorizable FP32 `exp`, `tanh`, GELU and SiLU.
 //!
 //! They have no branches, so that loops over them compile to vector code (the standard library's versions are calls),
 //! and no fused multiply-adds, so that all instruction sets give the same bits. NaN inputs give NaN.
@@ -188,7 +188,7 @@ mod tests {
         (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)
     }
 
-    /// The distance of neighbours at `value` in a format of this many mantissa bits and this smallest exponent.
+    /// The distance of neighbors at `value` in a format of this many mantissa bits and this smallest exponent.
     fn ulp(value: f64, mantissa_bits: i32, min_exponent: i32) -> f64 {
         let exponent = (value.abs().log2().floor() as i32).max(min_exponent);
         2f64.powi(exponent - mantissa_bits)

@@ -376,7 +376,7 @@ struct TileRange {
     depth: Range<usize>,
 }
 
-/// Packed panels of neighbouring lines.
+/// Packed panels of neighboring lines.
 #[derive(Clone, Copy)]
 struct Panels<'a> {
     first_line: usize,

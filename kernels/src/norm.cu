@@ -1,4 +1,4 @@
-// Layer and RMS normalisation: the counterparts of norm.rs; and the sum of rows. X is the residual stream's type, Y
+// Layer and RMS normalization: the counterparts of norm.rs; and the sum of rows. X is the residual stream's type, Y
 // the matmuls' type. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of `heads`
 // adjacent heads of a longer row; one head is the whole row.
 #include "cuda/common.cuh"
@@ -45,7 +45,7 @@ constexpr unsigned NARROW_THREADS = 384;
 constexpr unsigned WIDE_THREADS = 768;
 constexpr unsigned WIDE_WARPS = WIDE_THREADS / WARP;
 
-// A thread keeps its elements of a row in registers, so that the row is read once: PACKS packs of SIZE neighbours.
+// A thread keeps its elements of a row in registers, so that the row is read once: PACKS packs of SIZE neighbors.
 template <class X, class Y, bool WIDE> constexpr int SIZE = WIDE ? NEIGHBOURS<X, X> : NEIGHBOURS<X, Y>;
 template <class X, class Y, bool WIDE> constexpr int PACKS = WIDE ? 1 : 24 / NEIGHBOURS<X, Y>;
 
@@ -139,7 +139,7 @@ template <class X, class Y> __device__ void norm_backward_narrow(const NormBackw
         const size_t start_dy = start_of(row, a.heads, a.dy_stride, a.width), start = start_of(row, a.heads, a.x_stride, a.width);
         const size_t start_dx = start_of(row, a.heads, a.dx_stride, a.width);
         const float mean = a.mean == nullptr ? 0.0f : load(a.mean, row), rstd = load(a.rstd, row);
-        // The gradient times the weight, and the normalised row.
+        // The gradient times the weight, and the normalized row.
         float g[COUNT][N], x[COUNT][N];
         Pack<Y, N> raw[COUNT];
         float dx[COUNT][N] = {};

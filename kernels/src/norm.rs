@@ -1,4 +1,4 @@
-//! Layer normalisation (Ba, Kiros and Hinton, 2016) and RMS normalisation (Zhang and Sennrich, 2019), statistics in
+//! Layer normalization (Ba, Kiros and Hinton, 2016) and RMS normalization (Zhang and Sennrich, 2019), statistics in
 //! FP32.
 //!
 //! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.

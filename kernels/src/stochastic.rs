@@ -1,4 +1,4 @@
-//! Stochastic rounding to BF16: up or down with the probability of the distance to the other neighbour, so that updates
+//! Stochastic rounding to BF16: up or down with the probability of the distance to the other neighbor, so that updates
 //! smaller than half a step of the format are not lost on average (Gupta et al., 2015).
 
 use crate::random::{Domain, Stream, site_of};
@@ -41,7 +41,7 @@ pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str,
     })?
 }
 
-/// The BF16 neighbour below `x` in magnitude, or the one above if `draw` is larger than its distance from `x`.
+/// The BF16 neighbor below `x` in magnitude, or the one above if `draw` is larger than its distance from `x`.
 fn round_one(x: f32, draw: u16) -> bf16 {
     let raised = bf16::from_bits((x.to_bits().wrapping_add(u32::from(draw)) >> 16) as u16);
     match x.is_finite() {
@@ -57,7 +57,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn the_mean_is_the_value_and_neighbours_are_next_to_it() {
+    fn the_mean_is_the_value_and_neighbors_are_next_to_it() {
         for x in [1.001f32, -3.3e-5, 0.1, -7.0, 65504.3] {
             let values = Tensor::full(x, 40_000, &Device::Cpu).unwrap();
             let out = Tensor::zeros(40_000, DType::BF16, &Device::Cpu).unwrap();

@@ -27,7 +27,7 @@ struct StatsLaunch {
     unsigned has_exponents;
 };
 
-// Copies of the histogram: lanes take turns, because neighbours often have the same exponent and would contend for one
+// Copies of the histogram: lanes take turns, because neighbors often have the same exponent and would contend for one
 // counter.
 constexpr unsigned COPIES = 16;
 // Elements of a chunk, and so of a block.

@@ -6,7 +6,7 @@ use crate::data::{
     BatchLoader, DataSource, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex, counted,
 };
 use crate::train::{Config, ModelSource, dataset_options, datasets, rows};
-use crate::ui::may_colour;
+use crate::ui::may_color;
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
@@ -49,8 +49,8 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
         DataCommand::Show(args) => {
             let Loaded { sets, validation, .. } = load(&args.config, args.sample)?;
-            let colour = stdout().is_terminal() && may_colour();
-            let sets = sets.iter().map(|(heading, preview)| format!("{heading}{}", preview.text(colour)));
+            let color = stdout().is_terminal() && may_color();
+            let sets = sets.iter().map(|(heading, preview)| format!("{heading}{}", preview.text(color)));
             format!("{}validation: {validation}\n", sets.collect::<String>())
         }
         DataCommand::Stats(args) => {

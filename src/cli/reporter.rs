@@ -4,7 +4,7 @@ use crate::data::LoadEvent;
 use crate::screen::status_line;
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress, bytes};
 use crate::train::SetupEvent;
-use crate::ui::may_colour;
+use crate::ui::may_color;
 use crate::untrusted::sanitize_line;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -61,8 +61,8 @@ impl Reporter {
             SetupEvent::Phase(what) => self.activity.begin(&what),
             SetupEvent::Load(LoadEvent::Notice(notice)) => self.notice(&notice),
             SetupEvent::Preview(preview) => {
-                let colour = stderr().is_terminal() && may_colour();
-                self.send(preview.text(colour));
+                let color = stderr().is_terminal() && may_color();
+                self.send(preview.text(color));
             }
             SetupEvent::Load(LoadEvent::Progress { what, done, total }) if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));

@@ -13,7 +13,7 @@ pub(crate) struct ThemeArgs {
     /// Draw with ASCII characters only [default: if the locale is not UTF-8]
     #[arg(long)]
     ascii: bool,
-    /// Colour theme: dark, light or high-contrast [default: the terminal's, else dark]
+    /// Color theme: dark, light or high-contrast [default: the terminal's, else dark]
     #[arg(long, value_name = "THEME")]
     theme: Option<ColorScheme>,
     /// Leave the mouse to the terminal, for selecting text

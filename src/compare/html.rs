@@ -1,6 +1,6 @@
 //! The comparison as one HTML page.
 //!
-//! For accessibility, groups differ by colour and by dashes, every chart has a title and a description, and the figures
+//! For accessibility, groups differ by color and by dashes, every chart has a title and a description, and the figures
 //! are a table.
 
 use super::metrics::Metric;

@@ -88,7 +88,7 @@ impl Comparison {
         blocks(page, width, heading, &self.labels(Some("-")), &self.figures());
     }
 
-    /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
+    /// Loss and loss scale of all groups in one plot each; every curve has its group's color and letter.
     fn plots(&self, page: &mut Page, width: usize) {
         let (axis, losses) = self.losses();
         let steps = (0.0, self.runs().map(|(_, run)| run.figures.steps).max().unwrap_or(1) as f64);
@@ -251,7 +251,7 @@ pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     extent(values).map(|(low, high)| (low, if high > low { high } else { low + 1.0 }))
 }
 
-/// The role of a group, which determines its colour.
+/// The role of a group, which determines its color.
 fn role(group: usize) -> Role {
     Role::Series(group % 4)
 }

@@ -86,8 +86,8 @@ impl DatasetPreview {
         text
     }
 
-    /// The counts and the sample, with loss tokens in colour or in brackets. Its text has no control characters.
-    pub fn text(&self, colour: bool) -> String {
+    /// The counts and the sample, with loss tokens in color or in brackets. Its text has no control characters.
+    pub fn text(&self, color: bool) -> String {
         let mut out = self.summary();
         _ = match &self.marked_by {
             Some(marked_by) => write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by)),
@@ -96,7 +96,7 @@ impl DatasetPreview {
                 "; read as plain text: a chat template applies to messages, and to `instruction` with `output`"
             ),
         };
-        let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
+        let (how, open, close) = if color { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         // Its lines are indented, so that none looks like a message.
         let what = if self.sides.len() > 1 { "pair" } else { "sample" };
         let which = self.number.map_or_else(|| format!("the first {what}"), |number| format!("{what} {number}"));

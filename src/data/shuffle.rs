@@ -45,7 +45,7 @@ impl Permutation {
     }
 }
 
-/// The finaliser of `SplitMix64` (Steele, Lea and Flood, 2014) after one step of its sequence: a bijection of 64 bits
+/// The finalizer of `SplitMix64` (Steele, Lea and Flood, 2014) after one step of its sequence: a bijection of 64 bits
 /// whose every output bit depends on every input bit.
 pub(crate) fn mix(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);

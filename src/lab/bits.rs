@@ -114,7 +114,7 @@ impl Bits {
     }
 
     /// The number of `format` next to `input`, towards +inf or -inf.
-    pub(crate) fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String, String> {
+    pub(crate) fn neighbor(input: &str, format: FloatFormat, up: bool) -> Result<String, String> {
         let bits = format.encode(parse_value(input)?);
         let next = if up { format.next_up(bits) } else { format.next_down(bits) };
         Ok(pattern(format, next.unwrap_or(bits)))
@@ -140,7 +140,7 @@ impl StoredNumber {
         };
         let error = if stored == value { 0.0 } else { (stored - value).abs() };
         let saturated = format.decode(format.encode_saturating(value));
-        let neighbour = |bits: Option<u32>| bits.map_or(f64::NAN, |bits| format.decode(bits));
+        let neighbor = |bits: Option<u32>| bits.map_or(f64::NAN, |bits| format.decode(bits));
         Self {
             format: format.name,
             pattern: format!("0x{bits:0width$X}", width = format.bits() as usize / 4),
@@ -155,8 +155,8 @@ impl StoredNumber {
             absolute_error: error,
             relative_error: if error == 0.0 { 0.0 } else { error / value.abs() },
             ulp: format.ulp(stored),
-            below: neighbour(format.next_down(bits)),
-            above: neighbour(format.next_up(bits)),
+            below: neighbor(format.next_down(bits)),
+            above: neighbor(format.next_up(bits)),
         }
     }
 
@@ -190,7 +190,7 @@ impl StoredNumber {
             _ => format!("  error {:.3e} (rel {:.3e})", self.absolute_error, self.relative_error),
         };
         page.push(line.plain(error).dim("  ulp ").plain(short(self.ulp)));
-        let (below, above) = (neighbour(self.below), neighbour(self.above));
+        let (below, above) = (neighbor(self.below), neighbor(self.above));
         page.push(Line::new().dim("  between ").plain(below).dim(" and ").plain(above));
     }
 
@@ -233,8 +233,8 @@ impl RoundingResult {
     }
 }
 
-/// A neighbour with enough digits to distinguish it from the number.
-fn neighbour(x: f64) -> String {
+/// A neighbor with enough digits to distinguish it from the number.
+fn neighbor(x: f64) -> String {
     let text = short(x);
     if !x.is_finite() || text.contains('^') || text.parse() == Ok(x) {
         text
@@ -302,12 +302,12 @@ mod tests {
     }
 
     #[test]
-    fn bits_flip_and_numbers_have_neighbours() {
+    fn bits_flip_and_numbers_have_neighbors() {
         assert_eq!(Bits::flipped("1", FloatFormat::FP16, 0).unwrap(), "fp16:0xbc00");
         assert_eq!(Bits::flipped("fp16:0x3c00", FloatFormat::FP16, 15).unwrap(), "fp16:0x3c01");
-        assert_eq!(Bits::neighbour("448", FloatFormat::E4M3, true).unwrap(), "e4m3:0x7f");
-        assert_eq!(Bits::neighbour("0", FloatFormat::E5M2, false).unwrap(), "e5m2:0x81");
-        assert_eq!(Bits::neighbour("inf", FloatFormat::BF16, true).unwrap(), "bf16:0x7f80");
+        assert_eq!(Bits::neighbor("448", FloatFormat::E4M3, true).unwrap(), "e4m3:0x7f");
+        assert_eq!(Bits::neighbor("0", FloatFormat::E5M2, false).unwrap(), "e5m2:0x81");
+        assert_eq!(Bits::neighbor("inf", FloatFormat::BF16, true).unwrap(), "bf16:0x7f80");
         let mut bits = Bits::parse("1").unwrap();
         bits.cursor = Some((FloatFormat::FP16, 3));
         let text = bits.page(80).text();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     /// Patterns of FP32: arbitrary ones, which mostly exceed the narrow formats; numbers of a format, including
-    /// subnormals, NaNs and infinities; ties between two; and their neighbours.
+    /// subnormals, NaNs and infinities; ties between two; and their neighbors.
     fn patterns() -> impl Strategy<Value = u32> {
         let near = (0..5usize, any::<u32>(), any::<bool>(), -1..=1i32).prop_map(|(format, bits, tie, beside)| {
             let format = FloatFormat::ALL[format];

@@ -60,10 +60,10 @@ const BITS_KEYS: &[ViewKey] = &[
         replace(bits, |value, format| Bits::flipped(value, format, bit));
     }),
     key(KeyCode::Char('n'), "n", "next", "the next number of the format `in`", |bits| {
-        replace(bits, |value, format| Bits::neighbour(value, format, true));
+        replace(bits, |value, format| Bits::neighbor(value, format, true));
     }),
     key(KeyCode::Char('p'), "p", "previous", "the previous number of the format `in`", |bits| {
-        replace(bits, |value, format| Bits::neighbour(value, format, false));
+        replace(bits, |value, format| Bits::neighbor(value, format, false));
     }),
     key(KeyCode::Left, "←", "", "mark the bit to the left", |bits| cursor(bits, -1)),
     key(KeyCode::Right, "→", "", "mark the bit to the right", |bits| cursor(bits, 1)),

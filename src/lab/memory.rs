@@ -161,7 +161,7 @@ impl Recipe {
 }
 
 impl MemoryCategory {
-    /// The letter in bars, the name and the colour of each group, in the order of the variants.
+    /// The letter in bars, the name and the color of each group, in the order of the variants.
     const ALL: [(char, &'static str, Role); 8] = [
         ('w', "weights", Role::Series(0)),
         ('M', "masters", Role::Series(1)),
@@ -635,7 +635,7 @@ mod tests {
 
     /// A plan that takes the whole budget fits; one with nothing left for activations has no room.
     #[test]
-    fn the_budget_decides_marks_and_colours() {
+    fn the_budget_decides_marks_and_colors() {
         let items = distilgpt2(None).plans[0].engine.clone().unwrap();
         let activations = items.iter().find(|item| item.group == MemoryCategory::Activations).unwrap().bytes;
         let roles = |budget| {

@@ -97,7 +97,7 @@ impl Softmax {
         page.table(&self.formats, columns);
         page.gap();
         let text = "Shifted: exp(x − max x), which no finite logit overflows; each column rounds after every operation. \
-                    Positions count in steps of the format's spacing, so beyond the last column neighbouring positions have the same angle.";
+                    Positions count in steps of the format's spacing, so beyond the last column neighboring positions have the same angle.";
         page.wrapped(Role::Dim, text, width);
         page
     }

@@ -222,7 +222,7 @@ fn pairwise(terms: &[f64], format: FloatFormat) -> f64 {
 }
 
 /// `x` rounded stochastically: away from zero with a probability equal to its fractional position between its
-/// neighbours.
+/// neighbors.
 fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
     let ulp = format.ulp(x);
     if !ulp.is_finite() {

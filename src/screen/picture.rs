@@ -25,9 +25,9 @@ pub(crate) enum ImageFormat {
 
 type Rgb = (u8, u8, u8);
 
-/// The colours of a cell: ink and paper.
-fn colours(cell: &Cell, scheme: ColorScheme) -> (Rgb, Rgb) {
-    let rgb = |colour, default| if let Color::Rgb(r, g, b) = colour { (r, g, b) } else { default };
+/// The colors of a cell: ink and paper.
+fn colors(cell: &Cell, scheme: ColorScheme) -> (Rgb, Rgb) {
+    let rgb = |color, default| if let Color::Rgb(r, g, b) = color { (r, g, b) } else { default };
     let (ink, paper) = scheme.page();
     let (ink, paper) = (rgb(cell.fg, ink), rgb(cell.bg, paper));
     if cell.modifier.contains(Modifier::REVERSED) { (paper, ink) } else { (ink, paper) }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 const HASH_CHUNK: usize = 1 << 16;
 /// Values of a token table that are read at a time, rounded up to a multiple of four rows. The whole table of a large
 /// vocabulary in FP32 would take more memory than the rest of a run over a frozen base. A multiple of four, which
-/// random initialisation requires.
+/// random initialization requires.
 const TABLE_CHUNK: usize = 1 << 20;
 
 /// Trained parameters over their base.

@@ -13,7 +13,7 @@ pub(crate) const E2M1: [f32; 16] =
 /// The places in a block of the low and the high half of byte `i`.
 pub(super) type Places = fn(i: usize) -> [usize; 2];
 
-/// Safetensors: neighbours share a byte.
+/// Safetensors: neighbors share a byte.
 const NEIGHBOURS: Places = |i| [2 * i, 2 * i + 1];
 /// GGUF: the halves of a block share bytes.
 pub(super) const HALVES: Places = |i| [i, i + BLOCK / 2];
@@ -68,8 +68,8 @@ mod tests {
         let halves = dequantize(128, &codes, HALVES);
         assert_eq!(halves[..4], [-12.0, -8.0, -6.0, -4.0]);
         assert_eq!(halves[16..20], [0.0, 1.0, 2.0, 3.0]);
-        let neighbours = dequantize(126, &codes, NEIGHBOURS);
-        assert_eq!(neighbours[..4], [-3.0, 0.0, -2.0, 0.25]);
+        let neighbors = dequantize(126, &codes, NEIGHBOURS);
+        assert_eq!(neighbors[..4], [-3.0, 0.0, -2.0, 0.25]);
         assert_eq!(dequantize(0, &[0x22; 16], HALVES), [2.0_f32.powi(-127); BLOCK]);
     }
 }

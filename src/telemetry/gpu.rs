@@ -84,7 +84,7 @@ mod nvml {
     fn query(device: &Device) -> Option<GpuStats> {
         let memory = device.memory_info().ok()?;
         Some(GpuStats {
-            utilisation: device.utilization_rates().ok().map(|rates| rates.gpu as f32),
+            utilization: device.utilization_rates().ok().map(|rates| rates.gpu as f32),
             memory_bytes: memory.used,
             memory_total_bytes: memory.total,
             power_w: device.power_usage().ok().map(|milliwatts| milliwatts as f32 / 1000.0),

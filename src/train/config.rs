@@ -36,7 +36,7 @@ pub enum WeightInit {
     /// The model's published or stored weights; random ones for `tiny`, which has none.
     #[default]
     Pretrained,
-    /// GPT-2's initialisation from the seed.
+    /// GPT-2's initialization from the seed.
     Random,
 }
 

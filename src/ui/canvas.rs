@@ -90,7 +90,7 @@ impl<'a> Canvas<'a> {
         Canvas { buffer: self.buffer, area, theme: self.theme }
     }
 
-    /// Clears a centred box of at most this size; returns it.
+    /// Clears a centered box of at most this size; returns it.
     pub(crate) fn popup(&mut self, width: u16, height: u16) -> Canvas<'_> {
         let (width, height) = (width.min(self.area.width), height.min(self.area.height));
         let area = Rect::new(

@@ -1,9 +1,9 @@
-//! A report as lines of text whose parts have roles: plain in a pipe, coloured on a terminal.
+//! A report as lines of text whose parts have roles: plain in a pipe, colored on a terminal.
 //!
-//! Roles never carry meaning alone: the text says the same without colour.
+//! Roles never carry meaning alone: the text says the same without color.
 
 use super::ascii::{locale_lacks_unicode, to_ascii};
-use super::{Canvas, ColorScheme, Role, Theme, format, may_colour};
+use super::{Canvas, ColorScheme, Role, Theme, format, may_color};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
@@ -124,7 +124,7 @@ impl Page {
         let mut buffer = Buffer::empty(area);
         let theme = Theme::truecolor(ColorScheme::Dark);
         draw(&mut Canvas::new(&mut buffer, area, theme));
-        // A cell stores only its colour, which is unique to each of the roles.
+        // A cell stores only its color, which is unique to each of the roles.
         let role = |cell: &Cell| roles.iter().find(|role| theme.style(**role).fg == Some(cell.fg)).copied();
         for row in buffer.content.chunks(usize::from(width).max(1)) {
             let end = row.iter().rposition(|cell| cell.symbol() != " ").map_or(0, |last| last + 1);
@@ -167,13 +167,13 @@ impl Page {
         self.lines.iter().map(line).collect()
     }
 
-    /// The page for printing. On a terminal it has colours, unless `NO_COLOR` is set, and is in ASCII if the locale is.
+    /// The page for printing. On a terminal it has colors, unless `NO_COLOR` is set, and is in ASCII if the locale is.
     pub(crate) fn printed(self, ascii: bool, terminal: bool) -> String {
         let page = if ascii || terminal && locale_lacks_unicode() { self.ascii() } else { self };
-        if terminal && may_colour() { page.ansi() } else { page.text() }
+        if terminal && may_color() { page.ansi() } else { page.text() }
     }
 
-    /// The page with ANSI colours.
+    /// The page with ANSI colors.
     pub(crate) fn ansi(&self) -> String {
         let span = |span: &Span| match span.role.ansi() {
             "" => span.text.clone(),
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn colour_adds_nothing_to_the_text() {
+    fn color_adds_nothing_to_the_text() {
         let page = page();
         assert_eq!(page.text(), "a ✕\nb █ → c\n");
         let mut bare = page.ansi();

@@ -1,8 +1,8 @@
-//! The number of the terminal's colours, and the mapping of colours to them.
+//! The number of the terminal's colors, and the mapping of colors to them.
 
 use ratatui::style::{Color, Style};
 
-/// The number of colours the terminal has.
+/// The number of colors the terminal has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Palette {
     Truecolor,
@@ -11,7 +11,7 @@ pub(crate) enum Palette {
 }
 
 /// Whether `NO_COLOR` is unset or empty.
-pub(crate) fn may_colour() -> bool {
+pub(crate) fn may_color() -> bool {
     Palette::from_env() != Palette::Monochrome
 }
 
@@ -31,7 +31,7 @@ impl Palette {
         }
     }
 
-    /// A style with this colour, with `ansi`, or without a colour.
+    /// A style with this color, with `ansi`, or without a color.
     pub(crate) fn style(self, (r, g, b): (u8, u8, u8), ansi: Color) -> Style {
         match self {
             Self::Truecolor => Style::new().fg(Color::Rgb(r, g, b)),

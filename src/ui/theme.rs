@@ -1,11 +1,11 @@
-//! Colours by role. Panels use only roles, and nothing is conveyed by colour alone.
+//! Colors by role. Panels use only roles, and nothing is conveyed by color alone.
 
 use super::ascii::locale_lacks_unicode;
 use super::palette::Palette;
 use ratatui::style::{Color, Modifier, Style};
 use strum::EnumString;
 
-/// The role of a piece of a frame, which determines its colour.
+/// The role of a piece of a frame, which determines its color.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(test, derive(strum::EnumIter))]
 pub(crate) enum Role {
@@ -57,7 +57,7 @@ impl Role {
         if bad { Self::Bad } else { Self::Text }
     }
 
-    /// The ANSI escape sequence of text that is printed, for sixteen colours.
+    /// The ANSI escape sequence of text that is printed, for sixteen colors.
     pub(super) const fn ansi(self) -> &'static str {
         match self {
             Self::Text | Self::Smooth | Self::Selected => "",
@@ -73,7 +73,7 @@ impl Role {
     }
 }
 
-/// The background and contrast of the colours.
+/// The background and contrast of the colors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString)]
 #[strum(serialize_all = "kebab-case", parse_err_ty = String, parse_err_fn = unknown_scheme)]
 pub enum ColorScheme {
@@ -82,7 +82,7 @@ pub enum ColorScheme {
     Dark,
     /// A light background, the terminal's own.
     Light,
-    /// Bright colours on black.
+    /// Bright colors on black.
     HighContrast,
 }
 
@@ -116,7 +116,7 @@ fn unknown_scheme(_: &str) -> String {
     "must be dark, light or high-contrast".into()
 }
 
-/// The colours and characters of the dashboard on this terminal.
+/// The colors and characters of the dashboard on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
@@ -127,19 +127,19 @@ pub struct Theme {
 }
 
 impl Theme {
-    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
+    /// From the environment: no colors with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
     /// `ascii`, or a locale without UTF-8, replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
     pub fn from_env(ascii: bool, scheme: Option<ColorScheme>) -> Self {
         let scheme = scheme.unwrap_or_else(|| ColorScheme::from_env(|name| std::env::var(name).ok()));
         Self { palette: Palette::from_env(), scheme, ascii: ascii || locale_lacks_unicode() }
     }
 
-    /// All colours, as in pictures.
+    /// All colors, as in pictures.
     pub(crate) fn truecolor(scheme: ColorScheme) -> Self {
         Self { palette: Palette::Truecolor, scheme, ascii: false }
     }
 
-    /// The dark look with a number of colours.
+    /// The dark look with a number of colors.
     #[cfg(test)]
     pub(crate) const fn of(palette: Palette, ascii: bool) -> Self {
         Self { palette, scheme: ColorScheme::Dark, ascii }
@@ -156,7 +156,7 @@ impl Theme {
         }
     }
 
-    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker
+    /// A role's style. Truecolor uses the color-blind-safe palette of Okabe and Ito; on a light background, darker
     /// variants with a contrast of at least 4.5:1 to white.
     pub(crate) fn style(self, role: Role) -> Style {
         let inks = match self.scheme {
@@ -183,10 +183,10 @@ impl Theme {
     }
 }
 
-/// A colour, and its substitute among the sixteen of ANSI.
+/// A color, and its substitute among the sixteen of ANSI.
 type ColorPair = ((u8, u8, u8), Color);
 
-/// The colours of a look, named by the roles that use them.
+/// The colors of a look, named by the roles that use them.
 struct Inks {
     dim: ColorPair,
     train: ColorPair,
@@ -242,13 +242,13 @@ mod tests {
     use super::*;
     use strum::IntoEnumIterator;
 
-    /// Every role, with the indices that have different colours.
+    /// Every role, with the indices that have different colors.
     fn roles() -> impl Iterator<Item = Role> {
         Role::iter().chain([1, 2, 3].map(Role::Series)).chain([1, 2].map(Role::Other))
     }
 
     #[test]
-    fn monochrome_has_no_colour_at_all() {
+    fn monochrome_has_no_color_at_all() {
         for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
             let theme = Theme { scheme, ..Theme::of(Palette::Monochrome, false) };
             for role in roles() {
@@ -261,7 +261,7 @@ mod tests {
 
     /// The contrast ratio of WCAG 2: 4.5 for text on its background, 7 for high contrast.
     #[test]
-    fn every_colour_has_enough_contrast() {
+    fn every_color_has_enough_contrast() {
         let luminance = |(r, g, b): (u8, u8, u8)| {
             let linear = |c: u8| {
                 let c = f64::from(c) / 255.0;

@@ -396,17 +396,17 @@ fn a_process_that_stands_still_is_named_on_a_restored_terminal() {
 }
 
 #[test]
-fn no_color_means_no_colour() {
+fn no_color_means_no_color() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     terminal.run(&format!("clear; NO_COLOR=1 {}", DEMO.display()));
     terminal.wait_for("▶ running");
     let screen = String::from_utf8(terminal.tmux(&["capture-pane", "-p", "-e"]).stdout).unwrap();
-    // Bold is allowed: 3x and 4x set colours, 9x and 10x bright ones.
-    let colours = screen.split("\u{1b}[").skip(1).filter_map(|code| code.split('m').next());
-    let coloured = colours
+    // Bold is allowed: 3x and 4x set colors, 9x and 10x bright ones.
+    let colors = screen.split("\u{1b}[").skip(1).filter_map(|code| code.split('m').next());
+    let colored = colors
         .flat_map(|code| code.split(';'))
         .any(|part| part.parse().is_ok_and(|code: u32| matches!(code, 30..=38 | 40..=48 | 90..=97 | 100..=107)));
-    assert!(!coloured, "{screen:?}");
+    assert!(!colored, "{screen:?}");
     terminal.keys(&["C-c"]);
     terminal.wait_for("exit: Ended");
     terminal.assert_restored();
@@ -615,7 +615,7 @@ fn item_15_the_mouse_is_taken_and_given_back() {
     terminal.quit();
 }
 
-/// Regression: the laboratory's colours were those for a dark background.
+/// Regression: the laboratory's colors were those for a dark background.
 #[test]
 fn the_laboratory_suits_a_light_background() {
     let Some(terminal) = Terminal::open(120, 36) else { return };

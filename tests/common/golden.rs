@@ -53,7 +53,7 @@ pub(crate) struct Trajectory {
     pub(crate) fp16: Vec<Step>,
 }
 
-/// The optimiser of both runs: AdamW that decays parameters of two or more dimensions.
+/// The optimizer of both runs: AdamW that decays parameters of two or more dimensions.
 #[derive(Clone, Deserialize)]
 pub(crate) struct AdamWSettings {
     pub(crate) lr: f64,

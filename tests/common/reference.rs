@@ -117,9 +117,9 @@ pub(crate) fn embed(tokens: &[u32], table: &Tensor, scale: f64) -> Result<Tensor
 
 /// Layer norm over the last dimension, with the biased variance.
 pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, epsilon: f64) -> Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let deviation = (centred.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?;
-    centred.broadcast_div(&deviation)?.broadcast_mul(weight)?.broadcast_add(bias)
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let deviation = (centered.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?;
+    centered.broadcast_div(&deviation)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
 /// GELU in its tanh form.

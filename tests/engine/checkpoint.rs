@@ -174,8 +174,8 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
 fn rotation_keeps_the_last_and_the_best_of_each_kind() {
     let folder = tempdir().unwrap();
     let mut run = Run::open(folder.path().join("run")).unwrap();
-    let mut neighbour = Run::open(folder.path().join("neighbour")).unwrap();
-    Sample::new(1).save(&mut neighbour).unwrap();
+    let mut neighbor = Run::open(folder.path().join("neighbor")).unwrap();
+    Sample::new(1).save(&mut neighbor).unwrap();
     for (step, loss) in [(1, 3.0), (2, 1.0), (3, f64::NAN), (4, 2.0), (5, 2.5), (6, 4.0)] {
         let sample = Sample::with_loss(step, loss);
         sample.save(&mut run).unwrap();
@@ -190,7 +190,7 @@ fn rotation_keeps_the_last_and_the_best_of_each_kind() {
     assert_eq!(steps(run.path())[3..], ["weights-000002", "weights-000006"]);
     run.apply_retention(CheckpointKind::Weights, RetentionPolicy { last: 0, best: false }).unwrap();
     assert_eq!(steps(run.path()), ["step-000002", "step-000005", "step-000006", "weights-000006"]);
-    assert_eq!(steps(neighbour.path()), ["step-000001"]);
+    assert_eq!(steps(neighbor.path()), ["step-000001"]);
     assert!(run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 2, best: true }).unwrap().is_empty());
 }
 

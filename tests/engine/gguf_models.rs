@@ -36,7 +36,7 @@ fn json_of(path: &Path) -> Value {
 #[test]
 fn a_run_from_a_gguf_file_needs_it_no_more_and_carries_what_a_chat_needs() {
     let fixture = fixture();
-    // Random initialisation reads no weights from the folder.
+    // Random initialization reads no weights from the folder.
     train(&fixture, "--model shape --init random --steps 2 --run first --dtype fp32");
     let first = fixture.path("checkpoints/first/step-000002");
     assert_eq!(fs::read_to_string(first.join("chat_template.jinja")).unwrap(), TEMPLATE);

@@ -1,5 +1,5 @@
 //! The gradient scaler's state machine. PyTorch's rules (C) and golden vectors (G), numbered as in the project's list,
-//! are in `tests/engine/amp` if an optimizer's steps show them. C19 (no host synchronisation) concerns the engine on a
+//! are in `tests/engine/amp` if an optimizer's steps show them. C19 (no host synchronization) concerns the engine on a
 //! GPU.
 
 use finetune::precision::{GradScaler, GradScalerConfig, OnOverflow, ScaleChange, ScalerMode, ScalerState, StateDict};

@@ -376,7 +376,7 @@ fn exact_results_are_those_of_autograd_and_finite_differences() {
 fn pattern(shape: &[usize], salt: u64) -> Tensor {
     let count: usize = shape.iter().product();
     let entry = |i: u64| {
-        // The finaliser of SplitMix64: neighbours get unrelated values, so that no sum cancels by its pattern.
+        // The finalizer of SplitMix64: neighbors get unrelated values, so that no sum cancels by its pattern.
         let mut bits = (i + 1 + (salt << 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

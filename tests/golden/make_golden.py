@@ -12,7 +12,7 @@ reference.safetensors            inputs, targets  [20,B,T] i64; a target of -100
                                  logits           [B,T,V] f32 of batch 0
                                  grad.<name>      f32, of batch 0's mean loss over the targets not ignored
                                  final.<name>     f32, the parameters after twenty AdamW steps
-trajectory.json                  settings of the optimiser and the scaler; `fp32` and `fp16`: loss, gradient norm before
+trajectory.json                  settings of the optimizer and the scaler; `fp32` and `fp16`: loss, gradient norm before
                                  clipping, scale and whether the step was skipped, for each of the twenty steps;
                                  `spread`: how far PyTorch's own FP32 run is from its FP64 run
 

@@ -3,7 +3,7 @@
     mxfp4.py FOLDER         a small gpt-oss in FOLDER/blocks, and with its experts dequantized by transformers in FOLDER/plain
     mxfp4.py IN.gguf OUT.gguf   the same model with its experts' weights in MXFP4
 
-The blocks of the folder are those of the package `gguf`, with neighbours in a byte as the Hub's files have them.
+The blocks of the folder are those of the package `gguf`, with neighbors in a byte as the Hub's files have them.
 """
 
 import json

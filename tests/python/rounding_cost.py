@@ -72,7 +72,7 @@ def of_case(folder, text, type_name, scale):
     backbone = model.base_model
     is_gpt2 = hasattr(backbone, "h")
     blocks = backbone.h if is_gpt2 else backbone.layers
-    # transformers normalises in FP32.
+    # transformers normalizes in FP32.
     one = 1 if type(model).__name__.startswith("Gemma") else 0
     for norm in [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]:
         eps = getattr(norm, "eps", None) or norm.variance_epsilon

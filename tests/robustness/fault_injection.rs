@@ -246,13 +246,13 @@ fn an_operation_that_a_signal_interrupts_is_begun_again() {
 #[test]
 fn a_folder_that_is_removed_during_the_run_is_named() {
     let (folder, path) = with_run();
-    let neighbour = folder.path().join("neighbour");
-    Sample::new(7).save(&mut Run::open(&neighbour).unwrap()).unwrap();
+    let neighbor = folder.path().join("neighbor");
+    Sample::new(7).save(&mut Run::open(&neighbor).unwrap()).unwrap();
     let mut run = Run::open(&path).unwrap();
     fs::remove_dir_all(&path).unwrap();
     let message = save_and_rotate(&mut run, 3).unwrap_err().to_string();
     assert!(message.contains(&path.display().to_string()) && message.contains("No such file"), "{message}");
-    assert_eq!(verify(&neighbour.join("step-000007")), []);
+    assert_eq!(verify(&neighbor.join("step-000007")), []);
 }
 
 /// The step directory's damage is seen and named, and the run falls back to step 1.

@@ -96,7 +96,7 @@ pub(crate) fn multiply(sizes: [usize; 3], a: ScratchMatrix<'_>, b: Right<'_>, c:
     }
 }
 
-/// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorise as its target allows.
+/// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorize as its target allows.
 fn portable([rows, inner, columns]: [usize; 3], a: ScratchMatrix<'_>, b: Right<'_>, c: ScratchOutput<'_>) {
     let ScratchOutput { data, row_stride, accumulate } = c;
     for (row, c) in data.chunks_mut(row_stride).take(rows).enumerate() {

@@ -59,7 +59,7 @@ fn with_zeros(rows: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), rows.dtype(), rows.device())?], 0)
 }
 
-/// The sum of each group of neighbouring rows, by pairs, pairs of pairs and so on.
+/// The sum of each group of neighboring rows, by pairs, pairs of pairs and so on.
 fn sum_groups(rows: &Tensor, mut counts: Vec<usize>) -> Result<Tensor> {
     let mut rows = rows.clone();
     while counts.iter().any(|&count| count > 1) {

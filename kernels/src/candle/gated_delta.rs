@@ -111,7 +111,7 @@ impl Layer<'_> {
         })
     }
 
-    /// Multiplies the normalised `outputs [B·value_heads, T, value_dim]` with their gates: `[N, values]`.
+    /// Multiplies the normalized `outputs [B·value_heads, T, value_dim]` with their gates: `[N, values]`.
     fn gated(&self, input: &Tensor, outputs: &Tensor) -> Result<Tensor> {
         let DeltaHeads { value_heads, value_dim, .. } = self.heads;
         let (rows, values) = (input.dim(0)?, self.heads.values());

@@ -1,4 +1,4 @@
-//! Layer and RMS normalisation in FP32; candle's own norms round in half precision.
+//! Layer and RMS normalization in FP32; candle's own norms round in half precision.
 
 use super::tensors::{column_sums, store, store_columns, upcast, upcast_columns};
 use crate::columns::{ColumnSlice, WriteMode};
@@ -9,7 +9,7 @@ fn row_means(x: &Tensor) -> Result<Tensor> {
     x.sum_keepdim(1)? / x.dim(1)? as f64
 }
 
-/// The factor of normalised elements.
+/// The factor of normalized elements.
 fn gain(settings: NormSettings, weight: &Tensor) -> Result<Tensor> {
     let weight = upcast(weight)?;
     let offset = settings.gain_offset();
@@ -43,10 +43,10 @@ pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
         centered = centered.broadcast_sub(&mean.reshape(((), 1))?)?;
     }
     let rstd = op.rstd.reshape(((), 1))?;
-    let normalised = centered.broadcast_mul(&rstd)?;
+    let normalized = centered.broadcast_mul(&rstd)?;
     let grad = dy.broadcast_mul(&gain(op.settings, op.weight)?)?;
-    let along = row_means(&(&grad * &normalised)?)?;
-    let mut inner = (&grad - normalised.broadcast_mul(&along)?)?;
+    let along = row_means(&(&grad * &normalized)?)?;
+    let mut inner = (&grad - normalized.broadcast_mul(&along)?)?;
     if op.settings.centers() {
         inner = inner.broadcast_sub(&row_means(&grad)?)?;
     }
@@ -56,7 +56,7 @@ pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     }
     store_columns(&dx, op.dx)?;
     if let Some(out) = op.dweight {
-        store(&column_sums(&(&dy * normalised)?)?, out)?;
+        store(&column_sums(&(&dy * normalized)?)?, out)?;
     }
     op.dbias.map_or(Ok(()), |out| store(&column_sums(&dy)?, out))
 }

@@ -80,12 +80,12 @@ template <class T> __device__ inline float reciprocal(float x) {
     return 1.0f / x;
 }
 
-// `N` neighbours that one thread moves at once, in accesses of at most 16 bytes.
+// `N` neighbors that one thread moves at once, in accesses of at most 16 bytes.
 template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T lanes[N];
 };
 
-// Neighbours that make an access of 16 bytes in the narrower of two types.
+// Neighbors that make an access of 16 bytes in the narrower of two types.
 template <class A, class B> constexpr int NEIGHBOURS = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
 // The element at `index` of an array of plain numbers.
@@ -203,7 +203,7 @@ struct Max {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// The reduction over a warp, or over each group of LANES neighbours in it, in every lane by a fixed tree.
+// The reduction over a warp, or over each group of LANES neighbors in it, in every lane by a fixed tree.
 template <unsigned LANES = WARP, class T, class F> __device__ inline T warp_reduce(T value, F combine) {
 #pragma unroll
     for (unsigned distance = LANES / 2; distance > 0; distance /= 2) {

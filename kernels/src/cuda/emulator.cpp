@@ -176,7 +176,7 @@ void check_shared(const void* pointer, size_t bytes, int line) {
 }
 
 // The four matrices of 8 × 8 that a warp loads. PTX ISA, "ldmatrix", for .m8n8.x4.b16: lanes 8m to 8m + 7 give the rows
-// of matrix m. A lane gets two neighbours of each matrix's (or its transpose's) row lane / 4, at column 2 · (lane mod
+// of matrix m. A lane gets two neighbors of each matrix's (or its transpose's) row lane / 4, at column 2 · (lane mod
 // 4).
 void serve_matrices(unsigned first, bool transposed) {
     const MatrixRow* rows[WARP];
@@ -230,11 +230,11 @@ bool serve_warp(unsigned first, unsigned lanes) {
     uint64_t values[WARP];
     unsigned ballot = 0;
     for (unsigned lane = 0; lane < lanes; ++lane) {
-        const Fiber &fiber = *fibers[first + lane], &neighbour = *fibers[first];
+        const Fiber &fiber = *fibers[first + lane], &neighbor = *fibers[first];
         if (fiber.state != State::InExchange) return false;
-        const bool same_argument = fiber.kind == Exchange::Index || fiber.argument == neighbour.argument;
-        if (fiber.line != neighbour.line || fiber.kind != neighbour.kind || !same_argument) {
-            fail("%s: lanes of one warp meet in exchanges of lines %d and %d", kernel->name, neighbour.line, fiber.line);
+        const bool same_argument = fiber.kind == Exchange::Index || fiber.argument == neighbor.argument;
+        if (fiber.line != neighbor.line || fiber.kind != neighbor.kind || !same_argument) {
+            fail("%s: lanes of one warp meet in exchanges of lines %d and %d", kernel->name, neighbor.line, fiber.line);
             return false;
         }
         values[lane] = fiber.value;

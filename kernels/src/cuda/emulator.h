@@ -1,7 +1,7 @@
 // The parts of CUDA's device side that kernels use, on a CPU: tests run this crate's and candle's .cu files with it.
 //
 // The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange
-// within its warp; meeting a different one than its neighbours, or none, is an error that names both lines. Blocks run
+// within its warp; meeting a different one than its neighbors, or none, is an error that names both lines. Blocks run
 // one after the other. The order of fibers and blocks, and how far a warp runs before the next, can be varied to expose
 // results that depend on it. Every access to global memory is checked against the buffers that the launch names.
 #pragma once

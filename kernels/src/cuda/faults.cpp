@@ -97,7 +97,7 @@ enum MatrixFault : unsigned { WHOLE, ROW_BEHIND, ROW_BETWEEN, WITHOUT_SOME_LANES
 static void exchange_rows(const Faulty& a) {
     SHARED(f16, rows);
     const unsigned lane = threadIdx.x;
-    // Each writes the neighbouring lane's row.
+    // Each writes the neighboring lane's row.
     for (int k = 0; k < 8; ++k) rows[(lane ^ 1) * 8 + k] = from_float<f16>(static_cast<float>(lane ^ 1));
     if (a.fault != NO_WARP_BARRIER) __syncwarp();
     const f16* row = rows + lane * 8 + (a.fault == ROW_BEHIND ? 8 : 0) + (a.fault == ROW_BETWEEN ? 4 : 0);

@@ -60,7 +60,7 @@ impl KernelLaunch {
         Ok(Self { module, kernel, grid, threads, shared_bytes: to_u32(shared_bytes)? })
     }
 
-    /// A thread for each of `packs` packs of neighbours.
+    /// A thread for each of `packs` packs of neighbors.
     pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
         Self::new(module, kernel, [packs.div_ceil(THREADS), 1, 1], [THREADS, 0])

@@ -41,7 +41,7 @@ __device__ inline Words draw_block(const Dropout& dropout, size_t block) {
     return philox({{static_cast<unsigned>(block), dropout.site, low, high}}, dropout.key[0], dropout.key[1]);
 }
 
-// Multiplies `N` neighbours, the first of them at `index`, by the mask. Four elements share a draw.
+// Multiplies `N` neighbors, the first of them at `index`, by the mask. Four elements share a draw.
 template <int N> __device__ inline void apply_dropout(const Dropout& dropout, size_t index, float (&values)[N]) {
     if (dropout.threshold == 0) return;
     const int offset = index % 4;

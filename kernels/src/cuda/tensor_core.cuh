@@ -14,7 +14,7 @@
 template <class T> constexpr bool IS_F16 = false;
 template <> constexpr bool IS_F16<f16> = true;
 
-// Two neighbours in one register, the first in its lower half.
+// Two neighbors in one register, the first in its lower half.
 template <class T> __device__ unsigned pack_pair(float first, float second);
 
 #ifdef __CUDACC__

@@ -29,7 +29,7 @@ struct Loop {
 
 /// GFLOP/s, or GB/s of memory, of all threads of the rayon pool together over a short while.
 ///
-/// A CPU's clock changes with its load and its neighbours' by tens of percent within a second, so compare a rate only
+/// A CPU's clock changes with its load and its neighbors' by tens of percent within a second, so compare a rate only
 /// with peaks measured right before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peak {

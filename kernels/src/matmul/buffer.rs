@@ -31,14 +31,14 @@ impl PackBuffer {
             return &mut [];
         }
         self.reserve(len * size_of::<u32>());
-        // SAFETY: `reserve` made room for `len` initialised values, and the borrow of `self` keeps them ours.
+        // SAFETY: `reserve` made room for `len` initialized values, and the borrow of `self` keeps them ours.
         unsafe { std::slice::from_raw_parts_mut(self.start, len) }
     }
 
     /// The first `len` values, which a call of [`PackBuffer::words`] has made.
     pub(super) fn filled(&self, len: usize) -> &[u32] {
         assert!(len * size_of::<u32>() <= self.layout.size(), "the buffer has fewer than {len} words");
-        // SAFETY: these values are initialised, and unchanged while `self` is borrowed.
+        // SAFETY: these values are initialized, and unchanged while `self` is borrowed.
         if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(self.start, len) } }
     }
 

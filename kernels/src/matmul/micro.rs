@@ -281,7 +281,7 @@ impl Drop for PreparedKernel {
     }
 }
 
-/// The first `ROWS` rows of 4 × 8 floats, for the compiler to vectorise as its target allows.
+/// The first `ROWS` rows of 4 × 8 floats, for the compiler to vectorize as its target allows.
 ///
 /// # Safety
 /// `a` must have 4 floats a unit and `b` 8.

@@ -18,10 +18,10 @@ use half::bf16;
 pub(super) enum PackUnit {
     /// One value, widened to FP32.
     Float,
-    /// Two neighbouring BF16 values, the first in the low half.
+    /// Two neighboring BF16 values, the first in the low half.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other processors have no kernel for it"))]
     Bf16Pair,
-    /// Four neighbouring BF16 values.
+    /// Four neighboring BF16 values.
     #[cfg_attr(not(target_arch = "aarch64"), allow(dead_code, reason = "as above"))]
     Bf16Quad,
     /// 16 pairs of a line of A: a tile's row.
@@ -70,7 +70,7 @@ pub(super) struct PanelLayout {
 
 /// Units that are gathered at a time while transposing.
 const BLOCK: usize = 64;
-/// Lines that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
+/// Lines that are read at a time if they are neighbors in memory: whole cache lines, yet few panels, whose distance
 /// may make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 
@@ -121,7 +121,7 @@ fn pack_panels<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, unit: Pack
     }
 }
 
-/// Packs at most `SPAN` lines that are neighbours in memory.
+/// Packs at most `SPAN` lines that are neighbors in memory.
 fn pack_side_by_side<T: Element, const WIDTH: usize>(
     lines: Operand<'_, T>,
     unit: PackUnit,
@@ -227,7 +227,7 @@ fn transpose_pairs<const WIDTH: usize, const PAIRS: usize>(pairs: &[u32], lines:
     }
 }
 
-/// Packs one panel of units of several words from lines at any addresses: some neighbouring units of one line after
+/// Packs one panel of units of several words from lines at any addresses: some neighboring units of one line after
 /// another.
 fn pack_lines<T: Element, const WIDTH: usize>(lines: Operand<'_, T>, unit: PackUnit, panel: &mut [u32]) {
     /// Elements copied at a time: the target stays in the L1 cache.
@@ -302,7 +302,7 @@ fn gather<T: Element>(line: Operand<'_, T>, unit: PackUnit, units: &mut [u32]) {
     }
 }
 
-/// Writes the pairs of neighbouring elements; the last one may have a zero.
+/// Writes the pairs of neighboring elements; the last one may have a zero.
 #[inline]
 fn gather_pairs(elements: &[bf16], units: &mut [u32]) {
     let (pairs, odd) = elements.as_chunks::<2>();
@@ -467,7 +467,7 @@ fn as_bf16<T: Element>(lines: Operand<'_, T>) -> Operand<'_, bf16> {
 
 /// Prefetches elements of an operand a little at a time, while something else is computed.
 pub(super) struct Prefetch<'a, T> {
-    /// The rest of the operand from the current run of neighbouring elements on.
+    /// The rest of the operand from the current run of neighboring elements on.
     data: &'a [T],
     /// Runs to come, their distance, and their length in elements; `done` counts the finished elements of a run.
     runs: usize,
@@ -510,7 +510,7 @@ impl<'a, T> Prefetch<'a, T> {
 }
 
 impl<T> Operand<'_, T> {
-    /// Prefetches what follows a row's elements if they are neighbours: as much again.
+    /// Prefetches what follows a row's elements if they are neighbors: as much again.
     #[inline(always)]
     fn prefetch_next(self, row: usize) {
         if self.col_stride == 1 {

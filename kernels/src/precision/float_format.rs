@@ -239,8 +239,8 @@ mod tests {
         }
     }
 
-    /// Compares the rounding of every value, every midpoint to its successor, and their f32 neighbours. (Not f64
-    /// neighbours: `half` converts f64 through f32, so rounds twice.)
+    /// Compares the rounding of every value, every midpoint to its successor, and their f32 neighbors. (Not f64
+    /// neighbors: `half` converts f64 through f32, so rounds twice.)
     fn check_every_rounding(format: FloatFormat, reference: impl Fn(f32) -> f64) {
         for bits in 0..=format.max_bits() {
             let low = format.decode(bits);
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_and_neighbours() {
+    fn classes_and_neighbors() {
         let fp16 = FloatFormat::FP16;
         let class = |x: f64| fp16.classify(fp16.encode(x));
         assert_eq!(class(exp2(-25)), FloatClass::Zero);

@@ -97,7 +97,7 @@ fn driver_version() -> Result<u32, String> {
     u32::try_from(version).map_err(|error| error.to_string())
 }
 
-/// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronisation.
+/// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronization.
 fn set_pool_release_threshold(device: &CudaDevice) -> Result<(), DriverError> {
     let pool = memory_pool(device)?;
     let mut threshold = u64::MAX;

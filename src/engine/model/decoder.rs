@@ -102,7 +102,7 @@ enum RecurrenceParams {
 
 /// The operands of the operation that mixes tokens.
 enum MixerInputs<'a> {
-    /// Queries, keys and values, normalised and rotated.
+    /// Queries, keys and values, normalized and rotated.
     Attention([ColumnSlice<'a>; 3]),
     ShortConv {
         input: &'a Tensor,
@@ -297,7 +297,7 @@ impl Decoder {
         AttentionShape { kv_heads: *kv_heads, scale, window, softcap, ..shape }
     }
 
-    /// Prepares queries and keys of the product `qkv` for attention: normalises and rotates them. Returns their
+    /// Prepares queries and keys of the product `qkv` for attention: normalizes and rotates them. Returns their
     /// columns, and the values.
     fn qk_norm_and_rope<'a>(
         &self,
@@ -353,13 +353,13 @@ impl Decoder {
         Ok(GatedHeads { columns, head_dim: self.spec.head_dim })
     }
 
-    /// Queries and keys before they are normalised.
+    /// Queries and keys before they are normalized.
     fn qk_norm_inputs<'a>(&self, qkv: &'a Tensor, heads: &'a QkNorms) -> Result<[ColumnSlice<'a>; 2]> {
         let [query, key, _] = ColumnSlice::split(qkv, self.spec.qkv_product_widths())?;
         Ok([heads.queries.as_ref().map_or(Ok(query), ColumnSlice::all)?, key])
     }
 
-    /// The operands of attention: queries and keys, normalised if they have norms, and values.
+    /// The operands of attention: queries and keys, normalized if they have norms, and values.
     fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a QkNorms>) -> Result<[ColumnSlice<'a>; 3]> {
         let [query, key, value] = ColumnSlice::split(qkv, self.spec.qkv_product_widths())?;
         let Some(heads) = heads else { return Ok([query, key, value]) };

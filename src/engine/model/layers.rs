@@ -49,7 +49,7 @@ pub(super) fn fused_param(parameters: &Parameters, layer: ModuleId, role: ParamR
     }
 }
 
-/// A normalisation, or a copy in the compute type if attention and MLP take the residual stream as it is.
+/// A normalization, or a copy in the compute type if attention and MLP take the residual stream as it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormLayer {
     layer: ModuleId,
@@ -70,7 +70,7 @@ impl NormLayer {
         Ok(Self { layer, settings, weight, bias: parameters.find_fused(layer, ParamRole::Bias) })
     }
 
-    /// Normalises the rows of `x [N, D]` into `normed`.
+    /// Normalizes the rows of `x [N, D]` into `normed`.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &NormOutput) -> Result<()> {
         if self.weight.is_none() {
             cx.kernels.copy(x, &normed.out)?;
@@ -80,7 +80,7 @@ impl NormLayer {
         self.forward_columns(cx, ColumnSlice::all(x)?, y, normed.mean.as_ref(), &normed.rstd)
     }
 
-    /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
+    /// Normalizes the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
     pub(super) fn forward_columns(
         &self,
         cx: &mut Context<'_>,

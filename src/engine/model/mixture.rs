@@ -2,7 +2,7 @@
 //! (Shazeer et al., 2017).
 //!
 //! The experts' products have a row for each token and each of its experts. Rows are sorted by expert, so that each
-//! expert computes a range of neighbouring rows.
+//! expert computes a range of neighboring rows.
 
 use super::family::{ConfigReader, GgufKey};
 use super::hook::{Hook, HookPoint, TensorKind};
@@ -272,7 +272,7 @@ impl ExpertMlps {
         }))
     }
 
-    /// Computes the activation's input, [`BlockActivations::up`], from the normalised stream `x [N, D]`.
+    /// Computes the activation's input, [`BlockActivations::up`], from the normalized stream `x [N, D]`.
     pub(super) fn forward_up(&self, cx: &mut Context<'_>, x: &Tensor, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
         let Routing { logits, weights, decisions } = acts.routing()?;
         let rows = scratch.routed()?;
@@ -349,7 +349,7 @@ impl ExpertMlps {
     }
 
     /// Backpropagates `dy`, the gradient of the activation's input, and the gradient of the router's logits to
-    /// `dx [N, D]`, given the normalised stream `x`.
+    /// `dx [N, D]`, given the normalized stream `x`.
     pub(super) fn backward_up(
         &self,
         cx: &mut Context<'_>,

@@ -123,7 +123,7 @@ pub struct ModelSpec {
     pub intermediate_size: usize,
     /// The experts of each block, if its MLP is a mixture.
     pub experts: Option<Experts>,
-    /// The normalisation.
+    /// The normalization.
     pub norm: Norm,
     /// Added to its variance under the square root.
     pub norm_eps: f64,
@@ -163,9 +163,9 @@ pub struct ModelSpec {
     pub attention_softcap: Option<f64>,
     /// The norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
-    /// Whether the inputs of attention and MLP are normalised.
+    /// Whether the inputs of attention and MLP are normalized.
     pub pre_norms: bool,
-    /// Whether the outputs of attention and MLP are normalised before they are added to the residual stream.
+    /// Whether the outputs of attention and MLP are normalized before they are added to the residual stream.
     pub post_norms: bool,
     /// The factor of the tokens' embeddings.
     pub embedding_scale: EmbeddingScale,

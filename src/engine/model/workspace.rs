@@ -60,12 +60,12 @@ impl Purpose {
     }
 }
 
-/// Normalised heads of queries and keys.
+/// Normalized heads of queries and keys.
 #[derive(Debug)]
 pub(super) struct QkNorms<T = Tensor> {
-    /// Queries without the gates between them, before they are normalised, if there are gates.
+    /// Queries without the gates between them, before they are normalized, if there are gates.
     pub(super) queries: Option<T>,
-    /// Queries and keys, normalised.
+    /// Queries and keys, normalized.
     pub(super) out: T,
     /// `[N · heads]` and `[N · kv_heads]`, FP32.
     pub(super) rstd: [T; 2],
@@ -226,7 +226,7 @@ pub(super) struct SublayerGrads<T = Tensor> {
     pub(super) normed: T,
     /// Gradient of the input of a post-norm.
     pub(super) branch: Option<T>,
-    /// Gradient of normalised queries and keys.
+    /// Gradient of normalized queries and keys.
     pub(super) query_key: Option<T>,
     /// The gradient of attention's output, if its width differs from the residual stream's.
     attended: Option<T>,

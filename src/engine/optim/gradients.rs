@@ -293,7 +293,7 @@ impl Gradients {
     fn turns(&self, micro_batches: usize) -> Vec<Turn> {
         let (width, rank) = (self.world_size, self.rank);
         if self.sharding == Sharding::Gradients {
-            // Neighbours in the tree, so that few of its nodes are open.
+            // Neighbors in the tree, so that few of its nodes are open.
             let turn = |first: usize| {
                 let exchanged = first..micro_batches.min(first + width);
                 Turn { micro_batch: Some(first + rank).filter(|own| *own < exchanged.end), exchanged: Some(exchanged) }

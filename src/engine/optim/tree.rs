@@ -45,7 +45,7 @@ pub(crate) struct Merge {
     pub(crate) at: usize,
     /// Whether it is added to the sum or begins a node.
     pub(crate) adds: bool,
-    /// How many nodes are then added to their left neighbours, the rightmost first.
+    /// How many nodes are then added to their left neighbors, the rightmost first.
     pub(crate) merges: usize,
 }
 

@@ -351,7 +351,7 @@ impl GraphBuilder<'_> {
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
     }
 
-    /// The input of attention or the MLP, normalised if the family does.
+    /// The input of attention or the MLP, normalized if the family does.
     fn pre_norm(&mut self, stream: &str, block: usize, role: NormRole) -> String {
         if !self.spec.pre_norms {
             return stream.to_owned();
@@ -466,7 +466,7 @@ impl GraphBuilder<'_> {
         self.linear(&gated, block, LinearRole::ConvOut)
     }
 
-    /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalises and rotates each head if the family
+    /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalizes and rotates each head if the family
     /// does.
     fn heads(
         &mut self,

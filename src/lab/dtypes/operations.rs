@@ -95,7 +95,7 @@ impl PrecisionProbe {
 
     fn norm(&self, residual: DType) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
-        let operations = [("normalisation", AutocastOp::LayerNorm), ("its statistics", AutocastOp::LayerNorm)];
+        let operations = [("normalization", AutocastOp::LayerNorm), ("its statistics", AutocastOp::LayerNorm)];
         self.measure(operations, residual, |t| {
             let x = t.stored(&numbers(3, SIZE)?, residual)?;
             let [weight, bias] = [4, 5].map(|salt| t.stored(&numbers(salt, [1, width])?.flatten_all()?, self.compute));

@@ -231,15 +231,15 @@ mod tests {
     }
 
     #[test]
-    fn colour_is_decoration_and_ascii_is_ascii() {
+    fn color_is_decoration_and_ascii_is_ascii() {
         let mut state = state();
         let plain = picture(&mut state, MONOCHROME, 100, 30);
         for palette in [Palette::Ansi, Palette::Truecolor] {
             assert_eq!(picture(&mut state, Theme::of(palette, false), 100, 30), plain);
         }
         assert!(picture(&mut state, Theme::of(Palette::Monochrome, true), 100, 30).is_ascii());
-        let colours = buffer(&mut state, MONOCHROME, 100, 30).content;
-        assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
+        let colors = buffer(&mut state, MONOCHROME, 100, 30).content;
+        assert!(colors.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     }
 
     #[test]

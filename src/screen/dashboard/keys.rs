@@ -157,7 +157,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     .tabs(&[2, 3, 4]),
     Binding::new("e", &[(Char('e'), Action::Evaluate)], "compute the validation loss now").footer("eval", "evaluate"),
     Binding::new("g", &[(Char('g'), Action::Sample)], "generate text now").footer("sample", "sample"),
-    Binding::new("t", &[(Char('t'), Action::ColorScheme)], "colours for a dark or light background, or high contrast")
+    Binding::new("t", &[(Char('t'), Action::ColorScheme)], "colors for a dark or light background, or high contrast")
         .footer("theme", "theme"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
     Binding::new("?", &[(Char('?'), Action::Help), (Char('h'), Action::Help)], "this list").footer("help", "help"),

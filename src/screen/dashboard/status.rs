@@ -141,7 +141,7 @@ fn cost(scene: &Scene, run: &RunState, wide: bool) -> Vec<(String, Role)> {
 fn gpu_figures(gpu: &GpuStats, wide: bool) -> String {
     let space = if wide { " " } else { "" };
     let figures = [
-        gpu.utilisation.map(|share| format!("{share:.0}%")),
+        gpu.utilization.map(|share| format!("{share:.0}%")),
         gpu.power_w.filter(|_| wide).map(|watts| format!("{watts:.0} W")),
         gpu.temperature_c.map(|degrees| format!("{degrees:.0}{space}°C")),
         Some(format::bytes_of(gpu.memory_bytes, gpu.memory_total_bytes)),

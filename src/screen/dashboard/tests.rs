@@ -336,7 +336,7 @@ fn every_size_draws() {
 }
 
 #[test]
-fn nothing_is_said_by_colour_alone() {
+fn nothing_is_said_by_color_alone() {
     let mut view = running();
     let monochrome = Theme::of(Palette::Monochrome, false);
     for tab in 0..5 {
@@ -368,7 +368,7 @@ fn ascii_is_ascii() {
 
 /// A letter for the style of each cell, and a line for each letter. `overflow_storm_80x24` has the frame's text.
 #[test]
-fn the_colours_of_one_frame() {
+fn the_colors_of_one_frame() {
     let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
     let frame = buffer(&view, Theme::truecolor(ColorScheme::Dark), COMPACT);
     let mut styles = Vec::new();
@@ -448,7 +448,7 @@ fn a_watcher_is_offered_only_what_works() {
 fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
     let mut view = running();
     let gpu = GpuStats {
-        utilisation: Some(94.4),
+        utilization: Some(94.4),
         memory_bytes: 22_978_000_000,
         memory_total_bytes: 150_109_000_000,
         power_w: Some(610.8),
@@ -467,7 +467,7 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
     );
     assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 23.0/150.1 GB  mem 1.1 GB");
     // A MIG partition does not report all of them.
-    let part = GpuStats { utilisation: None, power_w: None, temperature_c: None, ..gpu };
+    let part = GpuStats { utilization: None, power_w: None, temperature_c: None, ..gpu };
     view.receive(step_on(part));
     assert!(cost(&view, FULL).contains("   GPU 23.0/150.1 GB   "));
 }

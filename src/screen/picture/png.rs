@@ -1,6 +1,6 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
-use super::colours;
+use super::colors;
 use crate::ui::{ColorScheme, DOTS, format};
 use crate::{Error, Result};
 use ratatui::buffer::{Buffer, Cell};
@@ -39,12 +39,12 @@ struct PixelBuffer {
 impl PixelBuffer {
     /// Draws a cell's character over `cells` cells.
     fn draw(&mut self, (x, y): (usize, usize), cells: usize, cell: &Cell, scheme: ColorScheme) {
-        let (ink, paper) = colours(cell, scheme);
+        let (ink, paper) = colors(cell, scheme);
         let bold = cell.modifier.contains(Modifier::BOLD);
         let c = cell.symbol().chars().next().unwrap_or(' ');
         let glyph = unifont::get_glyph(c);
         let width = cells * WIDTH;
-        // Compress a glyph that is too wide, and leave its last column empty: it would touch its neighbour.
+        // Compress a glyph that is too wide, and leave its last column empty: it would touch its neighbor.
         let (drawn, taken) = match glyph.map_or(width, unifont::Glyph::get_width) {
             wide if wide > width => (wide, width - 1),
             fitting => (fitting, fitting),
@@ -79,7 +79,7 @@ mod tests {
 
     /// Unifont's sign for a line feed is two cells wide, and has one.
     #[test]
-    fn a_compressed_glyph_does_not_touch_its_neighbour() {
+    fn a_compressed_glyph_does_not_touch_its_neighbor() {
         let mut buffer = Buffer::empty(Rect::new(0, 0, 3, 1));
         buffer.set_string(0, 0, "a⏎b", Style::new());
         let bytes = png(&buffer, ColorScheme::Dark).unwrap();

@@ -1,6 +1,6 @@
 //! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
-use super::{Rgb, colours};
+use super::{Rgb, colors};
 use crate::ui::{ColorScheme, DOTS};
 use ratatui::buffer::Buffer;
 use ratatui::style::Modifier;
@@ -31,7 +31,7 @@ pub(super) fn svg(buffer: &Buffer, scheme: ColorScheme) -> String {
 fn run_of_cells(buffer: &Buffer, x: u16, y: u16, scheme: ColorScheme, out: &mut String) -> u16 {
     let first = &buffer[(x, y)];
     let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
-    let (ink, paper) = colours(first, scheme);
+    let (ink, paper) = colors(first, scheme);
     let ink = hex(ink);
     if let Some(shape) = first.symbol().chars().next().and_then(|c| shape(c, left, top, &ink)) {
         out.push_str(&shape);
@@ -77,7 +77,7 @@ fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
     let right = x + WIDTH;
     let bottom = y + HEIGHT;
     let middle = y + HEIGHT / 2.0;
-    let centre = x + WIDTH / 2.0;
+    let center = x + WIDTH / 2.0;
     let lines = |path: String| Some(format!("<path d=\"{path}\" stroke=\"{ink}\" fill=\"none\"/>\n"));
     match c {
         '\u{2800}'..='\u{28ff}' => Some(braille(c as u32 & 0xff, x, y, ink)),
@@ -88,15 +88,15 @@ fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
         }
         '━' => Some(format!("<path d=\"M{x} {middle}H{right}\" stroke=\"{ink}\" stroke-width=\"4\"/>\n")),
         '─' => lines(format!("M{x} {middle}H{right}")),
-        '│' => lines(format!("M{centre} {y}V{bottom}")),
-        '┊' => Some(format!("<path d=\"M{centre} {y}V{bottom}\" stroke=\"{ink}\" stroke-dasharray=\"2 3\"/>\n")),
-        '┌' => lines(format!("M{right} {middle}H{centre}V{bottom}")),
-        '┐' => lines(format!("M{x} {middle}H{centre}V{bottom}")),
-        '└' => lines(format!("M{right} {middle}H{centre}V{y}")),
-        '┘' => lines(format!("M{x} {middle}H{centre}V{y}")),
-        '├' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{right}")),
-        '┤' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{x}")),
-        '┴' => lines(format!("M{x} {middle}H{right}M{centre} {middle}V{y}")),
+        '│' => lines(format!("M{center} {y}V{bottom}")),
+        '┊' => Some(format!("<path d=\"M{center} {y}V{bottom}\" stroke=\"{ink}\" stroke-dasharray=\"2 3\"/>\n")),
+        '┌' => lines(format!("M{right} {middle}H{center}V{bottom}")),
+        '┐' => lines(format!("M{x} {middle}H{center}V{bottom}")),
+        '└' => lines(format!("M{right} {middle}H{center}V{y}")),
+        '┘' => lines(format!("M{x} {middle}H{center}V{y}")),
+        '├' => lines(format!("M{center} {y}V{bottom}M{center} {middle}H{right}")),
+        '┤' => lines(format!("M{center} {y}V{bottom}M{center} {middle}H{x}")),
+        '┴' => lines(format!("M{x} {middle}H{right}M{center} {middle}V{y}")),
         _ => None,
     }
 }
@@ -119,7 +119,7 @@ mod tests {
     use ratatui::style::{Color, Style};
 
     #[test]
-    fn a_selected_cell_swaps_its_colours() {
+    fn a_selected_cell_swaps_its_colors() {
         let mut buffer = Buffer::empty(Rect::new(0, 0, 1, 1));
         buffer.set_string(0, 0, "a", Style::new().fg(Color::Rgb(1, 2, 3)).add_modifier(Modifier::REVERSED));
         let svg = svg(&buffer, ColorScheme::Light);

@@ -81,8 +81,8 @@ impl Run {
 
     fn acquire(path: PathBuf, disk: Disk) -> Result<Self> {
         let mut lock = lock(&path)?;
-        let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(max_save_index));
-        let save_index = neighbours.unwrap_or(0) + 1;
+        let neighbors = path.canonicalize().ok().and_then(|path| path.parent().map(max_save_index));
+        let save_index = neighbors.unwrap_or(0) + 1;
         // Ignore errors: opening a run must work on a full disk, so that it can be pruned.
         let _ = write_lock_info(&mut lock, save_index);
         let run = Self { path, disk, save_index, lock };

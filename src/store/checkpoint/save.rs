@@ -41,7 +41,7 @@ pub enum StateTensor {
 
 impl StateTensor {
     /// Codes and magnitudes of first and second moments.
-    const QUANTISED: [[Self; 2]; 2] =
+    const QUANTIZED: [[Self; 2]; 2] =
         [[Self::ExpAvgCodes, Self::ExpAvgAbsmax], [Self::ExpAvgSqCodes, Self::ExpAvgSqAbsmax]];
 }
 
@@ -170,7 +170,7 @@ impl Contents<'_> {
             }
         }
         for (index, tensor) in quantized.iter().enumerate() {
-            for (kinds, moment) in StateTensor::QUANTISED.iter().zip(&tensor.moments) {
+            for (kinds, moment) in StateTensor::QUANTIZED.iter().zip(&tensor.moments) {
                 if let Some(sharded) = self.sharded {
                     kinds.iter().try_for_each(|kind| sharded.write(*kind, index, out, path))?;
                     continue;

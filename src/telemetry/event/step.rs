@@ -118,7 +118,7 @@ pub struct StepTime {
 pub struct GpuStats {
     /// Share of the last sampling period in which a kernel ran, percent.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub utilisation: Option<f32>,
+    pub utilization: Option<f32>,
     /// Memory in use by all processes, in bytes.
     pub memory_bytes: u64,
     /// Total memory, in bytes.

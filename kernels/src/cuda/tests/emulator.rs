@@ -177,7 +177,7 @@ fn faults_of_matrices_are_found() {
     ] {
         assert_complaint(run_matrices(fault, 0), part);
     }
-    // The neighbouring lane's value is poison until it is written.
+    // The neighboring lane's value is poison until it is written.
     assert_ne!(bits(&run_matrices(5, 0).unwrap()), bits(&expected));
     assert!(run_matrices(0, 0).is_ok());
 }
@@ -191,7 +191,7 @@ fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
     output.to_vec1().unwrap()
 }
 
-/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbours of a
+/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbors of a
 /// row share a lane's register, the left one in its lower half.
 const LANES: [[usize; 8]; 8] = [
     [0, 0, 1, 1, 2, 2, 3, 3],
@@ -224,7 +224,7 @@ fn products_of_a_warp_have_the_layouts_of_the_hardware() {
         }
         for k in 0..16 {
             for column in 0..8 {
-                // The right operand's neighbours are in a column; its upper half is register 4.
+                // The right operand's neighbors are in a column; its upper half is register 4.
                 words[LANES[column][k % 8]][4 + k / 8] |= u32::from(round(b[k * 8 + column])) << (k % 2 * 16);
             }
         }

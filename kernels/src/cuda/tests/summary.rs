@@ -52,7 +52,7 @@ fn chunks_of_large_tensors_merge_in_one_order() {
 fn summaries_equal_the_cpus() {
     let types = [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)];
     for (broken, exponents) in [(false, true), (true, true), (true, false)] {
-        // Tensors of a type are not neighbours, and one is empty.
+        // Tensors of a type are not neighbors, and one is empty.
         let mut tensors: Vec<_> = (types.iter())
             .flat_map(|&(dtype, format)| {
                 let tensor_of = move |values: Vec<f32>| (tensor(&values, &[values.len()], dtype), format);

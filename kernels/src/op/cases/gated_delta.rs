@@ -26,7 +26,7 @@ pub(super) fn gated_delta(
         norm: t.numbers("norm", &[value_dim], dtype)?,
     };
     let params = params.each();
-    // Small outputs are not normalised, which would multiply their errors.
+    // Small outputs are not normalized, which would multiply their errors.
     let eps = 0.01;
     let dy = &t.numbers("dy", &[rows, heads.values()], dtype)?;
     let [out, decoded] = [(); 2].map(|()| t.poisoned(&[rows, heads.values()], dtype));

@@ -219,7 +219,7 @@ impl Decoder {
         let sinks = self.sinks(cx.weights, i);
         let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
         let linear = ColumnSlice::split(dqkv, self.spec.qkv_product_widths())?;
-        // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
+        // Gradients of normalized queries and keys have a separate buffer: the norm's backward pass reads it and writes
         // next to the values' gradient.
         let [dq, dk] = match &scratch.gradients()?.query_key {
             Some(query_key) => ColumnSlice::split(query_key, [widths[0], widths[1]])?,

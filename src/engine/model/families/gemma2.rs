@@ -45,7 +45,7 @@ pub(super) const BASE: Family = Family {
     ..llama::BASE
 };
 
-/// The layer count by which llama.cpp recognises the model of 27B, which scales its scores differently.
+/// The layer count by which llama.cpp recognizes the model of 27B, which scales its scores differently.
 const LAYERS_27B: usize = 46;
 /// The keys of the soft caps, in GGUF too.
 const CAPS: [&str; 2] = ["attn_logit_softcapping", "final_logit_softcapping"];

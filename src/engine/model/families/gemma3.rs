@@ -29,7 +29,7 @@ const THETA: [f64; 2] = [1e6, 1e4];
 const WINDOW_BASE: &str = "rope_local_base_freq";
 /// One layer in this many has no window.
 const PATTERN: usize = 6;
-/// The layer count by which llama.cpp recognises the model of 27B, which scales its scores differently.
+/// The layer count by which llama.cpp recognizes the model of 27B, which scales its scores differently.
 const LAYERS_27B: usize = 62;
 
 /// The defaults of transformers for missing keys.

@@ -83,7 +83,7 @@ pub enum ModuleOp {
     Embedding,
     /// The position embedding.
     Positions,
-    /// A normalisation.
+    /// A normalization.
     Norm(NormRole),
     /// A product with a weight.
     Linear(LinearRole),

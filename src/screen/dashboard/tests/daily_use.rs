@@ -354,7 +354,7 @@ fn a_replay_that_starts_over_shows_its_first_rows() {
 }
 
 #[test]
-fn item_15_themes_change_colours_and_nothing_else() {
+fn item_15_themes_change_colors_and_nothing_else() {
     let mut view = running();
     let dark = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
     let mut next = || {
@@ -512,7 +512,7 @@ fn a_log_with_a_damaged_line_says_so() {
     let mut listed = view.scene.run().events.iter().map(words::listed);
     assert!(listed.any(|text| text.contains("unreadable lines in the log: 1;")));
     assert_eq!(telemetry::read(&path).unwrap().len(), 20);
-    // A damaged line without a neighbour keeps the run's clock.
+    // A damaged line without a neighbor keeps the run's clock.
     let (last_t, last_s) = (view.scene.run().last_t, view.scene.run().last_s);
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "{broken\n").unwrap();

@@ -3,9 +3,9 @@
 
     python torch-stubs.py SITE_PACKAGES        # where `torch` was installed with `pip install --no-deps torch`
 
-For every library that torch's own libraries need and that is not there, it writes a small one under the same name into
-`torch/lib`, where torch looks first. It exports the symbols asked of it, in the versions asked for; a function answers
-100, which is `cudaErrorNoDevice`, so that torch finds no GPU and takes the CPU. Needs binutils and a C compiler.
+For every missing library that torch's libraries need, it writes a small one with the same name into `torch/lib`, where
+torch looks first. It exports the required symbols in the required versions. A function returns 100,
+`cudaErrorNoDevice`, so that torch finds no GPU and uses the CPU. Needs binutils and a C compiler.
 """
 
 import re

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantizer, and
-llama.cpp's.
+"""Compares the latency of `finetune bench --latency` with onnxruntime's, in FP32 and in INT8 by its dynamic quantizer,
+and with llama.cpp's.
 
     benches/compare_latency.py MODEL --seq-len 128 --threads 2 --passes 200 --rounds 3
 
-MODEL is what `finetune export` can write as ONNX: a folder, run or checkpoint. Each round measures every contender
-afresh, one after the other, so that whatever else the machine does falls on all; reported are the medians over the
-rounds of p50, p95 and p99. A forward pass is over one sequence, with the logits of all its places, llama.cpp's with
-those of the last. A token is the next one after it, over the KV cache; llama.cpp gives the mean of the eight next ones.
+MODEL is a folder, run or checkpoint that `finetune export` can write as ONNX. Each round starts every program again,
+one after the other, so that other work on the machine affects all of them. The script prints the medians of p50, p95
+and p99 over the rounds. A forward pass computes the logits of all positions of one sequence, llama.cpp's those of the
+last position. A token is the next one, with the KV cache; llama.cpp reports the mean of the next eight.
 
-Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them). llama.cpp takes part, over an exported
-GGUF of each of `--gguf`, where the package xllamacpp is installed.
+Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them). With the package
+xllamacpp, llama.cpp is measured too, with an exported GGUF file of each type in `--gguf`.
 """
 
 import argparse

@@ -17,9 +17,9 @@ Autocast stores weight gradients in FP32, and our half-precision types in 16 bit
 
 The peer is `torch_step.py` in this folder, or another script that takes
 `--model --batch --seq --dtype --steps --warmup --threads` and prints one JSON object with `tokens_per_s` and
-`peak_rss_mib`. Each round starts every program afresh, so that other work on the machine affects all of them; every
-other round runs in the reverse order. Printed are medians, and the smallest and largest ratio of a round. Neither side
-counts skipped steps in its rate; their number over all rounds is printed.
+`peak_rss_mib`. Each round starts every program again, so that other work on the machine affects all of them; every
+other round runs in the reverse order. The script prints medians, the smallest and largest ratio of a round, and the
+number of skipped steps, which no rate includes.
 """
 
 import argparse

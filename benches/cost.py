@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Speed and memory against work: tokens a second and peak memory from 32 to 16,384 tokens a step, and by sequence
-length.
+"""Measures tokens per second and peak memory for 32 to 16,384 tokens per step, and by sequence length.
 
     benches/cost.py --finetune target/release/finetune --dtypes bf16,fp32 --svg docs/pictures/cost.svg
 
-Prints a Markdown table: tokens a second (median step of `finetune bench`), share of the machine's peak, and peak memory
-beside the prediction of `finetune lab memory`. `--svg` draws the speed of the rows of 128 tokens. With `--from FILE`,
-an earlier `--json FILE`, it only draws and prints.
+Prints a Markdown table: tokens per second (median step of `finetune bench`), share of the machine's peak, and peak
+memory with the prediction of `finetune lab memory`. `--svg` draws the speed of the rows of 128 tokens. With
+`--from FILE`, an earlier `--json FILE`, it only draws and prints.
 """
 
 import argparse

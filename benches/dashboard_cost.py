@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""What the dashboard costs training: runs the same short training of `tiny` as plain lines and under the dashboard in a
-terminal of 120×36, in turn, A B A B, and prints the ratio round by round.
+"""Measures the cost of the dashboard: runs the same short training of `tiny` with plain lines and with the dashboard in
+a terminal of 120×36, in turn, and prints the ratio of each round.
 
     benches/dashboard_cost.py --finetune target/release/finetune --rounds 5
 
-Time and processor time a step are read from each run's own event log, between step 50 and the last: the first is what
-the dashboard is held to. On a busy machine neither says much, since the dashboard draws ten times a second however long
-steps take; what holds there is the processor time that all threads but the training ones take in a second, over the
-processors there are. Checkpoints, evaluations and samples are switched off. The terminal is a pseudo-terminal that this
-script reads and forgets.
+Time and processor time per step come from each run's event log, from step 50 to the last; the limit is on the time. On
+a busy machine both vary, because the dashboard draws ten times per second, no matter how long steps take. The share of
+the machine that threads other than the training ones use is reliable there too. Checkpoints, evaluations and samples
+are off. The terminal is a pseudo-terminal whose output this script discards.
 """
 
 import argparse

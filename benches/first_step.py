@@ -4,7 +4,7 @@
     benches/first_step.py --python PATH/python3 --finetune target/release/finetune --rounds 5
 
 Both load the same local folder, a model of distilgpt2's shape in FP32 with a byte-level tokenizer that this script
-trains, tokenize the same text, and take one FP32 step of AdamW. `random` starts from drawn weights instead: ours by
+trains, tokenize the same text, and take one FP32 step of AdamW. `random` starts with random weights instead: ours by
 `--init random`, the peer's by `from_config`. Files are in the page cache; neither side has a cache of tokens.
 """
 

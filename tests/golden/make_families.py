@@ -7,8 +7,7 @@ The files of a case are those of `make_golden.py`, which does the work; names ar
 the frequencies, and the last position's cosines and sines, of every type of rotary position embedding.
 
 transformers computes RMS norms in FP32 even where the model is FP64, and cosines and sines of rotary embeddings too.
-For the FP64 run the norms are put into FP64 here; the cosines and sines stay FP32, because that is what models are
-trained with.
+For the FP64 run the norms are put into FP64 here; the cosines and sines stay FP32, as in training.
 """
 
 import json

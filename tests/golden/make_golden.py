@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Reference values from PyTorch and transformers for `tests/engine/parity.rs`.
 
-    python tests/golden/make_golden.py            # every case below, beside this file
+    python tests/golden/make_golden.py            # every case below, in this folder
     python tests/golden/make_golden.py narrow     # one of them
 
-A case is a random GPT-2, twenty batches for it, and what PyTorch makes of them. Parameter names are the project's,
-which are those of transformers without the prefix `transformer.`. In the folder of a case lie
+A case is a random GPT-2, twenty batches, and PyTorch's results. Parameter names are the project's: transformers' names
+without the prefix `transformer.`. A case's folder contains
 
 config.json, model.safetensors   the model before training, as transformers saves it
 reference.safetensors            inputs, targets  [20,B,T] i64; a target of -100 is ignored
@@ -17,7 +17,7 @@ trajectory.json                  settings of the optimizer and the scaler; `fp32
                                  `spread`: how far PyTorch's own FP32 run is from its FP64 run
 
 Logits, gradients and final parameters come from a run in FP64 and are rounded once, so that a difference from them is
-the error of the program under test and not PyTorch's. `spread` says what an FP32 program may be expected to reach.
+the error of the program under test and not PyTorch's. `spread` is the error that an FP32 program may have.
 The FP16 run is autocast with GradScaler; it starts at a scale that overflows, so that skipped steps are part of it.
 """
 

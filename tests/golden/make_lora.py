@@ -1,9 +1,9 @@
-"""Makes the reference values under `lora/`: adapters by PEFT over the models of the other folders, and what PyTorch
-makes of them.
+"""Makes the reference values under `lora/`: PEFT's adapters over the models of the other folders, with PyTorch's
+results.
 
     python make_lora.py [case ...]
 
-In the folder of a case lie
+A case's folder contains
 
 adapter_config.json, adapter_model.safetensors   the adapter before training, as PEFT saves it; B is not zero
 reference.safetensors                            logits [B,T,V] f32, `grad.<name>`, `final.<name>` as in

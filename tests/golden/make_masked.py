@@ -1,11 +1,11 @@
-"""Makes the reference values in `masked.json` and `masked.safetensors`: loss and gradients of samples that are learned
-in part.
+"""Makes the reference values in `masked.json` and `masked.safetensors`: loss and gradients of samples with prompts,
+which are not in the loss.
 
     python make_masked.py
 
 The models are those of other cases. The samples are padded into one batch, with an attention mask and labels of -100
-wherever nothing is learned, and transformers computes the mean loss over what is left, in FP64. `masked.json` holds the
-samples, each token with whether it is learned, and the losses; `masked.safetensors` the gradients as
+for tokens outside the loss, and transformers computes the mean loss of the others in FP64. `masked.json` has the
+samples, for each token whether it is in the loss, and the losses; `masked.safetensors` has the gradients as
 `<case>/<parameter>`.
 """
 

@@ -1,5 +1,5 @@
-"""Renders the conversations of a JSON file with transformers and prints what becomes of each as JSON: the text, the
-spans of characters inside generation blocks, or that the template refuses."""
+"""Renders the conversations of a JSON file with transformers and prints a JSON result of each: the text and
+the spans of characters inside generation blocks, or the template's refusal."""
 
 import json
 import sys

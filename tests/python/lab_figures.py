@@ -1,4 +1,4 @@
-"""What numpy, PyTorch, ml_dtypes and torchao make of the laboratory's figures.
+"""Compares the laboratory's figures with numpy, PyTorch, ml_dtypes and torchao.
 
 Usage: lab_figures.py REPORTS.json. Reports are what `finetune lab VIEW --json` printed, by name. Prints a JSON object
 of lists of disagreements by name; empty lists where everything agrees.

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Hosts as network namespaces: MPI over TCP between them, their links limited, and the step's time held against its
-prediction.
+"""Compares the time of a step with its prediction, for hosts that are network namespaces with MPI over TCP and limited
+links.
 
-Usage, as root: tests/python/mpi_hosts.py PROGRAM. PROGRAM is built with `--features mpi`. docs/scale.md has the formula.
+Usage, as root: tests/python/mpi_hosts.py PROGRAM. PROGRAM is built with `--features mpi`. docs/scale.md has the
+formula.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Several processes against one, by the real program under mpirun: the same logs and checkpoints, kills and resumes.
+"""Compares several processes under mpirun with one: logs and checkpoints, kills and resumes.
 
 Usage: tests/python/mpi_processes.py PROGRAM [--kills N] [--full]. PROGRAM is built with `--features mpi`. `--full`
-trains every model in every type by 2, 3 and 4 processes and measures their memory, which takes CI too long.
+trains every model in every type by 2, 3 and 4 processes and measures their memory, which is too long for CI.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What onnxruntime's dynamic quantizer makes of an exported graph; `tests/cli/export.rs` runs it.
+"""Quantizes an exported graph with onnxruntime's dynamic quantizer; `tests/cli/export.rs` runs it.
 
     python onnx_quantized.py MODEL IDS
 

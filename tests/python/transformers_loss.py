@@ -1,4 +1,4 @@
-"""What transformers makes of model folders; `tests/engine/transformers.rs` runs it.
+"""Evaluates model folders with transformers; `tests/engine/transformers.rs` runs it.
 
     python transformers_loss.py BATCH FOLDER...
 

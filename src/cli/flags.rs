@@ -99,7 +99,7 @@ impl ConfigArgs {
     /// The configuration from the flags and their file.
     pub(crate) fn resolve(&self) -> Result<Config> {
         let file = self.config.as_deref().map(read).transpose()?;
-        Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: false })
+        Config::resolve(&ConfigLayers { file, overrides: self.overrides()? })
     }
 
     /// Rejects a configuration file for a resumed run, and invalid flags.
@@ -128,7 +128,7 @@ impl ConfigArgs {
     /// Like [`Self::resolve_from_run`], with the text of a run's configuration.
     pub(crate) fn resolve_from_text(&self, name: &str, text: String) -> Result<Config> {
         let file = Some((name.to_owned(), text));
-        Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: true })
+        Config::resolve(&ConfigLayers { file, overrides: self.overrides()? })
     }
 
     /// The value of a key that was given by its flag or by `--set`.

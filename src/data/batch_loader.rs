@@ -158,15 +158,9 @@ pub struct DataPosition {
     pub epoch: u64,
     /// Rows of the running epoch already handed out; a pair counts as one.
     pub row: u64,
-    /// The batch size that the rows of the running epoch are sorted for; 0 for the run's, or if rows are not sorted. A
-    /// resumed run may have a different one.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    /// The batch size that the rows of the running epoch are sorted for; 0 if rows are not sorted. A resumed run may
+    /// have a different one.
     pub sorted_for: u64,
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.

@@ -151,17 +151,11 @@ settings! {
     }
 }
 
-/// Top-level keys of earlier versions, which a run's saved configuration may contain. They are ignored.
-const RETIRED_KEYS: [&str; 1] = ["cuda_graph"];
-
 /// Layers of settings; each overrides the previous ones.
 #[derive(Clone, Debug, Default)]
 pub struct ConfigLayers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
-    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took
-    /// precedence. Those that did not write `bos` added no BOS token.
-    pub saved: bool,
     /// Dotted keys with their values, from flags and `--set`, in the order they were typed.
     pub overrides: Vec<(String, toml::Value)>,
 }
@@ -184,16 +178,9 @@ impl Config {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
             let wrong = |error: toml::de::Error| Error::config(format!("`{origin}`"), toml_message(text, &error));
-            let mut table: toml::Table = text.parse().map_err(wrong)?;
+            let table: toml::Table = text.parse().map_err(wrong)?;
             check_floats(text).map_err(|problem| Error::config(format!("`{origin}`"), problem))?;
-            table.retain(|key, _| !RETIRED_KEYS.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key))?;
-            if layers.saved {
-                if value_at(&table, "train.steps").is_some() {
-                    remove_key(&mut table, "epochs");
-                }
-                table.entry("bos").or_insert("never".into());
-            }
             merge_layer(&mut said, table)?;
         }
         let mut typed = toml::Table::new();
@@ -583,7 +570,7 @@ mod tests {
                 ((*key).to_owned(), table["v"].clone())
             })
             .collect();
-        Config::resolve(&ConfigLayers { file: Some(("a.toml".into(), file.into())), overrides, saved: false })
+        Config::resolve(&ConfigLayers { file: Some(("a.toml".into(), file.into())), overrides })
     }
 
     #[test]
@@ -619,16 +606,6 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_an_older_version_with_both_uses_its_steps() {
-        let file = Some(("config.toml".into(), "[train]\nepochs = 1.0\nsteps = 7".into()));
-        let layers = ConfigLayers { file, saved: true, overrides: Vec::new() };
-        assert_eq!(Config::resolve(&layers).unwrap().train.steps, Some(7));
-        let epochs = vec![("train.epochs".to_owned(), toml::Value::from(3.0))];
-        let train = Config::resolve(&ConfigLayers { overrides: epochs, ..layers }).unwrap().train;
-        assert_eq!((train.epochs, train.steps), (Some(3.0), None));
-    }
-
-    #[test]
     fn flags_go_over_the_file_over_the_model_over_the_defaults() {
         let config = resolve("[optimizer]\nlr = 0.5\nweight_decay = 0.2", &[("optimizer.lr", "0.25")]).unwrap();
         assert_eq!((config.optimizer.lr, config.optimizer.weight_decay), (0.25, 0.2));
@@ -645,10 +622,5 @@ mod tests {
             assert_eq!(resolve(&config.to_toml().unwrap(), &[]).unwrap(), config);
             assert_eq!(resolve(&config.explained().unwrap(), &[]).unwrap(), config);
         }
-    }
-
-    #[test]
-    fn a_key_of_an_earlier_version_is_no_error() {
-        assert_eq!(resolve("cuda_graph = true", &[]).unwrap(), resolve("", &[]).unwrap());
     }
 }

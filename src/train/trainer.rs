@@ -274,11 +274,7 @@ impl Trainer {
         self.check_base(checkpoint)?;
         state.check_fingerprint(&self.fingerprint, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
-        let mut position = state.data_position;
-        if position.sorted_for == 0 {
-            position.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
-        }
-        self.loader.seek(position)?;
+        self.loader.seek(state.data_position)?;
         self.count_extra_steps(state);
         if state.step > self.total_steps {
             let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };

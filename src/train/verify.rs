@@ -57,8 +57,7 @@ impl RecordedRun {
         .map(drop)
     }
 
-    /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote
-    /// it.
+    /// The text of the configuration of the steps after `step`; `None` if the log lacks it.
     pub fn config_after(&self, step: u64) -> Option<String> {
         let (_, config) = self.configs.iter().rfind(|(first, _)| *first <= step)?;
         serde_json::from_value::<Config>(config.clone()).ok()?.to_toml().ok()

@@ -154,7 +154,7 @@ fn the_first_step_and_tensor_that_differ_are_named() {
     let run = fixture.path("checkpoints/v");
     let config = std::fs::read_to_string(run.join("config.toml")).unwrap();
     let file = Some(("config.toml".to_owned(), config));
-    let config = Config::resolve(&ConfigLayers { file, overrides: Vec::new(), saved: true }).unwrap();
+    let config = Config::resolve(&ConfigLayers { file, overrides: Vec::new() }).unwrap();
     let log = run.join("events.jsonl");
     let repeat = |change: &dyn Fn(&mut RecordedRun)| {
         let folder = tempfile::tempdir().unwrap();

@@ -50,7 +50,7 @@ fn with_outlier(folder: &Path) -> PathBuf {
 fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Config {
     let said = [("model", model.display().to_string()), ("data", "grammar".to_owned())];
     let overrides = said.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).into();
-    let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
+    let mut config = Config::resolve(&ConfigLayers { file: None, overrides }).unwrap();
     config.train.batch_size = 2;
     config.train.seq_len = 32;
     config.optimizer.lr = 1e-4;

@@ -166,7 +166,7 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
         ("data", "tiny_shakespeare".to_owned()),
     ];
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
-    let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
+    let mut config = Config::resolve(&ConfigLayers { file: None, overrides }).unwrap();
     config.train.batch_size = 4;
     config.train.seq_len = 64;
     // An interval short enough that the dynamic rule tries a few times within the run's few steps.

@@ -153,7 +153,7 @@ fn a_randomly_drawn_base_is_in_no_blocks() {
         let all = settings.iter().chain([&init]);
         let value = |text: &str| text.parse().map_or_else(|_| toml::Value::String(text.into()), toml::Value::Integer);
         let overrides = all.map(|(key, text)| ((*key).to_owned(), value(text))).collect();
-        let config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
+        let config = Config::resolve(&ConfigLayers { file: None, overrides }).unwrap();
         !ModelSource::open(&config, &mut |_| ()).unwrap().spec.quantized_params().is_empty()
     };
     assert_eq!(["pretrained", "random"].map(quantized), [true, false]);

@@ -4,7 +4,7 @@ use crate::data::DataPosition;
 use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
 use crate::telemetry::float;
 use crate::{Error, Result};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -41,7 +41,7 @@ pub struct State {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<PrecisionUnit, UnitRecord>,
     /// The states of blocks in simulated FP8.
-    #[serde(default, deserialize_with = "one_or_more", skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fp8: Vec<Fp8State>,
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
@@ -151,20 +151,6 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     }
 }
 
-/// Reads the state of one block, as versions with one block in FP8 wrote it, or of several.
-fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<Fp8State>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Stored {
-        One(Fp8State),
-        More(Vec<Fp8State>),
-    }
-    Ok(match Stored::deserialize(deserializer)? {
-        Stored::One(state) => vec![state],
-        Stored::More(states) => states,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,17 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_one_block_in_fp8_is_read_as_older_versions_wrote_it() {
-        let block = Fp8State { block: 1, active: true, variance: Some(0.5), amax: Vec::new() };
-        let mut json = serde_json::to_value(State { fp8: vec![block.clone()], ..state(1.0) }).unwrap();
-        let read = |json: &Value| serde_json::from_value::<State>(json.clone()).unwrap().fp8;
-        assert_eq!(read(&json), std::slice::from_ref(&block));
-        json["fp8"] = serde_json::to_value(&block).unwrap();
-        assert_eq!(read(&json), [block]);
-    }
-
-    #[test]
-    fn a_changed_identity_names_the_field() {
+    fn a_changed_fingerprint_names_the_field() {
         let state = state(1.0);
         state.check_fingerprint(&state.fingerprint, Path::new("x")).unwrap();
         let wanted = Fingerprint { policy: "p=f32,c=bf16".into(), ..state.fingerprint.clone() };

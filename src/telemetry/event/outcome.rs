@@ -18,7 +18,7 @@ pub struct CheckpointSaved {
     pub seconds: f64,
     /// Whether it holds only the weights, so that a run cannot resume from it.
     pub weights_only: bool,
-    /// The hashes of a full checkpoint; `None` in logs of earlier versions.
+    /// The hashes of a full checkpoint; `None` for weights alone, or if the log cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proof: Option<CheckpointProof>,
 }

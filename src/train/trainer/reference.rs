@@ -19,7 +19,7 @@ use std::io::{Read as _, Write as _, sink};
 /// The file in the run's folder.
 const FILE: &str = "reference.json";
 /// The version of its format.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const HASH_CHUNK: usize = 1 << 16;
 
 /// The log-probabilities, and the facts that determine them.
@@ -30,9 +30,8 @@ struct StoredReference {
     weights: String,
     policy: String,
     data: String,
-    /// SHA-256 of `logps`, which earlier versions did not write.
-    #[serde(default)]
-    sha256: Option<String>,
+    /// SHA-256 of `logps`.
+    sha256: String,
     logps: ReferenceLogps,
 }
 
@@ -83,7 +82,7 @@ impl Trainer {
             let run = self.run.as_ref().filter(|_| self.engine.group.is_leader());
             if let (Some(run), Some(weights)) = (run, self.reference_sha256.clone()) {
                 let Fingerprint { policy, data, .. } = self.fingerprint.clone();
-                let sha256 = Some(StoredReference::hash(&logps)?);
+                let sha256 = StoredReference::hash(&logps)?;
                 let stored = StoredReference { version: VERSION, weights, policy, data, sha256, logps: logps.clone() };
                 let text = serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?;
                 // Only a resumed run reads the file.
@@ -225,7 +224,7 @@ impl Trainer {
                 format!("has format version {}, not {VERSION}; delete it to compute it again", stored.version);
             return Err(Error::checkpoint(&path, message));
         }
-        if stored.sha256.is_some_and(|written| StoredReference::hash(&stored.logps).ok() != Some(written)) {
+        if StoredReference::hash(&stored.logps).ok() != Some(stored.sha256) {
             return Err(Error::checkpoint(&path, "it changed since it was written; delete it to compute it again"));
         }
         let same = self.reference_sha256.as_ref().is_none_or(|known| *known == stored.weights)

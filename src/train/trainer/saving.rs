@@ -309,7 +309,6 @@ impl Trainer {
         let state = checkpoint.state();
         let config = &self.config;
         let differs = |key: &str, now: u64| {
-            // Older checkpoints lack some settings.
             let was = state.schedule.get(key)?.as_u64()?;
             (was != now).then(|| format!("`train.{key}` was {was} and is now {now}"))
         };
@@ -319,12 +318,9 @@ impl Trainer {
                 format!("{difference}: the checkpoint belongs to a different run; resume that run, or start a new one");
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
-        // Older checkpoints do not name their kernels; they used the fused ones.
-        let was = state.schedule.get("kernels").and_then(|name| name.as_str());
+        let was = state.schedule.get("kernels").and_then(|name| name.as_str()).unwrap_or_default();
         let now = self.engine.model.kernels().name();
-        if let was = was.unwrap_or("fused")
-            && was != now
-        {
+        if was != now {
             let kind = was.split(':').next().unwrap_or(was);
             let message = format!(
                 "`kernels` changed from `{was}` to `{now}`, which rounds differently; resume with `--kernels {kind}` \
@@ -360,11 +356,8 @@ impl Trainer {
         let counters = self.engine.state.counters;
         let retry = self.progress.retry;
         let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
-        let mut position = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
+        let data_position = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
         let train = &self.config.train;
-        if position.sorted_for == train.batch_size as u64 {
-            position.sorted_for = 0;
-        }
         let mut schedule = json!({
             "total_steps": self.total_steps,
             "lr": self.config.optimizer.lr,
@@ -391,7 +384,7 @@ impl Trainer {
             base: self.base.clone(),
             reference: self.reference_sha256.clone(),
             rollouts: rollouts.map(serde_json::to_value).transpose().map_err(Error::engine)?,
-            data_position: position,
+            data_position,
             schedule,
             validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,

@@ -143,7 +143,8 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
         FORMAT_VERSION => Ok(()),
         0 => Err("damaged: format version 0 does not exist".into()),
         older if older < FORMAT_VERSION => Err(format!(
-            "format version {older} is older than {FORMAT_VERSION}, the only one this program reads; start a new run"
+            "format version {older} is older than {FORMAT_VERSION}, the only one this program reads; start a new \
+             run, whose `--model` may be this checkpoint"
         )),
         newer => Err(format!(
             "format version {newer} is newer than {FORMAT_VERSION}, the only one this program reads; update the program"

@@ -125,7 +125,7 @@ impl Runs {
     }
 }
 
-/// Two arms of three seeds whose perplexities are e^0.6 and e^`validation`, give or take.
+/// Two groups of three seeds whose perplexities are e^0.6 and e^`validation`, give or take.
 fn two_groups(validation: f64) -> Runs {
     let runs = Runs::new();
     for (seed, name) in [(1, "a-1"), (2, "a-2"), (3, "a-3")] {
@@ -233,7 +233,7 @@ fn figures_are_counted() {
     assert_eq!(json["differences"], json!([{ "key": "scaler.on_overflow", "values": ["skip", "retry"] }]));
 }
 
-/// Seeds make arms; names and folders do not distinguish them.
+/// Seeds make groups; names and folders do not distinguish them.
 #[test]
 fn the_verdict_needs_the_whole_interval() {
     let verdict = |validation, margin: &str| {

@@ -208,7 +208,7 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
     assert_eq!(switched(variance * 1e-9), (vec![], false), "it begins in FP16 and stays");
 }
 
-/// The experiment in `configs/experiments`, in small: three arms that `compare` distinguishes.
+/// The experiment in `configs/experiments`, in small: three groups that `compare` distinguishes.
 #[test]
 fn the_experiment_runs_and_is_compared() {
     let runs = tempfile::tempdir().unwrap();
@@ -231,8 +231,8 @@ fn the_experiment_runs_and_is_compared() {
     let json: serde_json::Value = serde_json::from_str(&compared).unwrap();
     let keys: Vec<_> = json["differences"].as_array().unwrap().iter().map(|d| d["key"].as_str().unwrap()).collect();
     assert_eq!(keys, ["precision.fp8.block", "precision.fp8.enter_variance"]);
-    for arm in 0..3 {
-        let figures = &json["groups"][arm]["runs"][0]["figures"];
+    for group in 0..3 {
+        let figures = &json["groups"][group]["runs"][0]["figures"];
         assert!(figures["longest_streak"].as_f64().unwrap() >= 3.0, "2^22 is too high: {figures}");
         assert!(figures["longest_streak"].as_f64() <= figures["skipped"].as_f64());
     }

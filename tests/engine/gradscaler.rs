@@ -121,7 +121,7 @@ fn with_hysteresis(consecutive_hysteresis: bool) -> GradScaler {
 }
 
 #[test]
-fn hysteresis_refilled_at_growth_counts_overflows_across_clean_steps() {
+fn hysteresis_reset_by_growth_counts_overflows_across_clean_steps() {
     let mut scaler = with_hysteresis(false);
     let scales = [false, true, false, false, true, true, true, false].map(|finite| {
         scaler.update(finite);
@@ -131,7 +131,7 @@ fn hysteresis_refilled_at_growth_counts_overflows_across_clean_steps() {
 }
 
 #[test]
-fn hysteresis_refilled_by_clean_steps_backs_off_only_after_overflows_in_a_row() {
+fn hysteresis_reset_by_clean_steps_backs_off_only_after_overflows_in_a_row() {
     let mut scaler = with_hysteresis(true);
     let scales = [false, true, false, true, false, false, false].map(|finite| {
         scaler.update(finite);

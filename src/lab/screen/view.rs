@@ -52,11 +52,11 @@ fn tabs(state: &LabState, width: usize) -> Line {
     }
     // Leave out the first ones if the current one would be beyond the edge.
     let before = |first: usize| state.lab_tabs[first..state.tab].iter().map(|tab| tab.name.len() + 1).sum::<usize>();
-    let own = full[state.tab].1.len() + 2;
+    let own = full[state.tab].1.len() + 1;
     let first = (0..state.tab).find(|first| before(*first) + own <= width).unwrap_or(state.tab);
     full[first..].iter().fold(Line::new(), |line, (i, name)| {
         if *i == state.tab {
-            line.with(Role::SelectedTitle, format!(" {name} "))
+            line.dim(" ").with(Role::SelectedTitle, name.as_str())
         } else {
             line.dim(format!(" {}", state.lab_tabs[*i].name))
         }

@@ -20,7 +20,7 @@ use std::path::Path;
 
 /// The largest error of a gradient in BF16, and their root mean square. PyTorch's own gradients of a model in BF16 have
 /// errors of this size: of Gemma 3 0.103 and 0.037. There as here that of `layers.1.self_attn.k_proj.lora_B` is the
-/// largest: softmax ignores what is added to all scores, so most of a key's gradient cancels, but only after its parts
+/// largest: softmax ignores a number added to all scores, so most of a key's gradient cancels, but only after its parts
 /// were rounded.
 const BF16_ERRORS: [(&str, f64, f64); 25] = [
     ("gemma2", 0.05, 0.03),

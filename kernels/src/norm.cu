@@ -46,8 +46,8 @@ constexpr unsigned WIDE_THREADS = 768;
 constexpr unsigned WIDE_WARPS = WIDE_THREADS / WARP;
 
 // A thread keeps its elements of a row in registers, so that the row is read once: PACKS packs of SIZE neighbors.
-template <class X, class Y, bool WIDE> constexpr int SIZE = WIDE ? NEIGHBOURS<X, X> : NEIGHBOURS<X, Y>;
-template <class X, class Y, bool WIDE> constexpr int PACKS = WIDE ? 1 : 24 / NEIGHBOURS<X, Y>;
+template <class X, class Y, bool WIDE> constexpr int SIZE = WIDE ? NEIGHBORS<X, X> : NEIGHBORS<X, Y>;
+template <class X, class Y, bool WIDE> constexpr int PACKS = WIDE ? 1 : 24 / NEIGHBORS<X, Y>;
 
 // The first element of pack k in the row.
 template <bool WIDE, int N> __device__ inline unsigned column_of(int k) {

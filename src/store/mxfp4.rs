@@ -14,7 +14,7 @@ pub(crate) const E2M1: [f32; 16] =
 pub(super) type Places = fn(i: usize) -> [usize; 2];
 
 /// Safetensors: neighbors share a byte.
-const NEIGHBOURS: Places = |i| [2 * i, 2 * i + 1];
+const NEIGHBORS: Places = |i| [2 * i, 2 * i + 1];
 /// GGUF: the halves of a block share bytes.
 pub(super) const HALVES: Places = |i| [i, i + BLOCK / 2];
 
@@ -49,7 +49,7 @@ pub(super) fn read_transposed([blocks, exponents]: [TensorView<'_>; 2], out: &mu
     for (i, (codes, exponent)) in blocks.bytes.chunks_exact(BLOCK / 2).zip(exponents.bytes).enumerate() {
         let output = i / per_output;
         let first = i % per_output * BLOCK;
-        for (j, number) in dequantize(*exponent, codes, NEIGHBOURS).into_iter().enumerate() {
+        for (j, number) in dequantize(*exponent, codes, NEIGHBORS).into_iter().enumerate() {
             out[(first + j) * outputs + output] = number;
         }
     }
@@ -68,7 +68,7 @@ mod tests {
         let halves = dequantize(128, &codes, HALVES);
         assert_eq!(halves[..4], [-12.0, -8.0, -6.0, -4.0]);
         assert_eq!(halves[16..20], [0.0, 1.0, 2.0, 3.0]);
-        let neighbors = dequantize(126, &codes, NEIGHBOURS);
+        let neighbors = dequantize(126, &codes, NEIGHBORS);
         assert_eq!(neighbors[..4], [-3.0, 0.0, -2.0, 0.25]);
         assert_eq!(dequantize(0, &[0x22; 16], HALVES), [2.0_f32.powi(-127); BLOCK]);
     }

@@ -86,7 +86,7 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
 };
 
 // Neighbors that make an access of 16 bytes in the narrower of two types.
-template <class A, class B> constexpr int NEIGHBOURS = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+template <class A, class B> constexpr int NEIGHBORS = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
 // The element at `index` of an array of plain numbers.
 template <class T> __device__ inline T load(const T* base, size_t index) {

@@ -10,9 +10,10 @@ use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::dropout::Dropout;
 use crate::isa;
 use crate::machine::allocator::CACHE_LINE;
+use crate::machine::spin::{for_each_task, join};
 use crate::math;
 use crate::op;
-use crate::rows::{axpy, dot, max, scale, sum, with_scratch};
+use crate::rows::{Rows, axpy, dot, for_each_part, max, scale, sum, with_scratch};
 use crate::view::{read, write, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
@@ -231,11 +232,18 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
     };
     write_columns([ColumnSlice::all(out)?], |[out]| {
         write_f32(lse, |lse| {
-            lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
-                let (b, head) = (task / shape.heads, task % shape.heads);
-                let sequence = PaddedSequence::new(shape, b, operands.documents);
-                isa::vectorize!(forward_head(sequence, head, &inputs, out, lse));
-            });
+            let lse = Rows { view: lse, width: shape.seq_len };
+            for_each_part(
+                lse,
+                shape.batch * shape.heads,
+                1,
+                #[inline(always)]
+                |task, _, lse| {
+                    let (b, head) = (task / shape.heads, task % shape.heads);
+                    let sequence = PaddedSequence::new(shape, b, operands.documents);
+                    forward_head(sequence, head, &inputs, out, lse.view);
+                },
+            );
         })
     })?
 }
@@ -345,7 +353,7 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         sink_gradients(&shape, &saved, sinks, dsinks)?;
     }
     write_columns(gradients, |gradients| {
-        (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
+        for_each_task(0..shape.batch * shape.kv_heads, &|task| {
             let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
             let sequence = PaddedSequence::new(shape, b, operands.documents);
             isa::vectorize!(backward_group(sequence, kv_head, &saved, gradients));
@@ -440,7 +448,7 @@ fn backward_heads(
     let middle = usize::midpoint(heads.start, heads.end);
     let n = sequence.elements();
     with_matrices([n, n], |[dk_high, dv_high]| {
-        rayon::join(
+        join(
             || backward_heads(sequence, heads.start..middle, saved, shared, [dk, dv], d_q),
             || backward_heads(sequence, middle..heads.end, saved, shared, [dk_high, dv_high], d_q),
         );

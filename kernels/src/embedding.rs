@@ -1,5 +1,6 @@
 //! Embeddings of tokens and of learned positions, and their gradient by rows.
 
+use crate::machine::spin::join;
 use crate::op::{self, Embedding};
 use crate::rows::{self, Rows, SplitRows, axpy, for_each_part_with_scratch, with_scratch, write_rows};
 use crate::view::{ReadGuard, ViewMut, read, write};
@@ -111,7 +112,7 @@ fn by_token(
         let (below, above) = order.split_at(order.partition_point(|&n| token(n) < boundary));
         if !below.is_empty() {
             let (low, high) = dwte.split_rows(boundary - first_token);
-            rayon::join(
+            join(
                 || by_token(low, first_token, ids, below, scale, add_row),
                 || by_token(high, boundary, ids, above, scale, add_row),
             );

@@ -23,6 +23,8 @@ pub use self::prepacked::with_packed;
 use self::prepacked::with_panels;
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
+use super::machine::spin::for_each_task;
+use super::rows::{Rows, for_each_part};
 use super::view::with_element;
 use bytemuck::{cast_slice, cast_slice_mut};
 use candle_core::{DType, Result};
@@ -345,8 +347,10 @@ fn pack_in_parallel<T: Element>(lines: Operand<'_, T>, layout: PanelLayout, pack
         return pack(lines, layout, packed);
     }
     let share = (packed.len() / panel.max(1)).div_ceil(2 * rayon::current_num_threads()).max(1);
-    packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(|(index, packed)| {
-        pack(lines.part(index * share * layout.width..lines.rows, 0..lines.cols), layout, packed);
+    let panels = packed.len() / panel.max(1);
+    let packed = Rows { view: packed, width: panel };
+    for_each_part(packed, panels, share, |first, _, packed| {
+        pack(lines.part(first * layout.width..lines.rows, 0..lines.cols), layout, packed.view);
     });
 }
 
@@ -476,7 +480,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         if self.serial {
             (0..plan.tasks()).for_each(task);
         } else {
-            (0..plan.tasks()).into_par_iter().with_max_len(1).for_each(task);
+            for_each_task(0..plan.tasks(), &task);
         }
     }
 

@@ -4,6 +4,7 @@
 //! are divided by columns: each column is summed by one thread in row order, in blocks.
 
 use crate::isa;
+use crate::machine::spin::join;
 use crate::view::{ViewMut, write};
 use candle_core::{Result, Tensor};
 use std::cell::RefCell;
@@ -104,7 +105,7 @@ fn descend<V: SplitRows>(
         low();
         high();
     } else {
-        rayon::join(low, high);
+        join(low, high);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Statistics of a gradient before anything rescales it: whether it is finite, its magnitude, and what its type lost.
 
 use crate::isa;
+use crate::machine::spin::join;
 use crate::op;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use crate::view::{View, read, to_host, with_elements};
@@ -120,9 +121,10 @@ fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSumma
     let cut = (view.len() / 2).next_multiple_of(TASK_ELEMENTS);
     let low = view.slice(0..cut);
     let high = view.slice(cut..view.len());
-    let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));
-    low.merge(&high);
-    low
+    let (mut sum, mut rest) = (TensorSummary::default(), TensorSummary::default());
+    join(|| sum = by_parts(low, format, exponents), || rest = by_parts(high, format, exponents));
+    sum.merge(&rest);
+    sum
 }
 
 #[inline(always)]

@@ -3,7 +3,8 @@
 //! A pool's threads go to sleep a few microseconds after their last task, and waking one takes longer than a kernel
 //! over a few thousand elements. A step of a small model is hundreds of such kernels.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Polls between two that let other programs run.
@@ -33,7 +34,7 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
                 return;
             }
             while !done.load(Ordering::Acquire) {
-                poll(done);
+                help(|| done.load(Ordering::Acquire));
             }
         });
         let others = rayon::current_num_threads() - 1;
@@ -47,15 +48,52 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
     })
 }
 
-/// Looks for tasks some times, and yields the core once if there are none.
-fn poll(done: &AtomicBool) {
+/// Looks for tasks some times until it finds one or `done`, and yields the core once if there are none.
+fn help(done: impl Fn() -> bool) {
     for _ in 0..POLLS {
-        if rayon::yield_now() == Some(rayon::Yield::Executed) || done.load(Ordering::Acquire) {
+        if rayon::yield_now() == Some(rayon::Yield::Executed) || done() {
             return;
         }
         std::hint::spin_loop();
     }
     std::thread::yield_now();
+}
+
+/// Runs both, in parallel. A thread that waits for the other one stays awake: rayon's would go to sleep after
+/// microseconds.
+pub fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
+    const RUNS: u8 = 1;
+    const DONE: u8 = 2;
+    struct Done<'a>(&'a AtomicU8);
+    impl Drop for Done<'_> {
+        fn drop(&mut self) {
+            self.0.store(DONE, Ordering::Release);
+        }
+    }
+    let state = &AtomicU8::new(0);
+    let awake = || {
+        a();
+        let busy = || state.load(Ordering::Acquire) == RUNS;
+        while busy() {
+            help(|| !busy());
+        }
+    };
+    let other = || {
+        state.store(RUNS, Ordering::Release);
+        let _done = Done(state);
+        b();
+    };
+    rayon::join(awake, other);
+}
+
+/// Calls `task` with each number of a range, in parallel.
+pub fn for_each_task(range: Range<usize>, task: &(impl Fn(usize) + Sync)) {
+    let middle = usize::midpoint(range.start, range.end);
+    match range.len() {
+        0 => {}
+        1 => task(range.start),
+        _ => join(|| for_each_task(range.start..middle, task), || for_each_task(middle..range.end, task)),
+    }
 }
 
 #[cfg(test)]
@@ -68,7 +106,8 @@ mod tests {
             return range.sum();
         }
         let middle = u64::midpoint(range.start, range.end);
-        let (a, b) = rayon::join(|| sum(range.start..middle), || sum(middle..range.end));
+        let (mut a, mut b) = (0, 0);
+        join(|| a = sum(range.start..middle), || b = sum(middle..range.end));
         a + b
     }
 
@@ -88,6 +127,10 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
         let caught = std::panic::catch_unwind(AssertUnwindSafe(|| {
             pool.install(|| with_spinning_workers::<()>(|| panic!("in a step")));
+        }));
+        assert!(caught.is_err());
+        let caught = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            pool.install(|| join(|| std::thread::sleep(WAKE_TIMEOUT), || panic!("on another thread")));
         }));
         assert!(caught.is_err());
         assert_eq!(pool.install(|| sum(0..100)), 4950);

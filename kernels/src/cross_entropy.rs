@@ -144,9 +144,6 @@ pub fn write_losses(
     mut hook: HeadHook<'_>,
 ) -> Result<()> {
     let pads = hook.is_none() && kernels.pads_logits();
-    let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>| {
-        op::Matmul { a, b, alpha: scale, c, mode: WriteMode::Overwrite }.run(kernels)
-    };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
     let rows = x.dim(0)?;
     let (vocab, _) = weight.dims2()?;
@@ -157,7 +154,8 @@ pub fn write_losses(
         let losses = workspace.losses.narrow(0, first, count)?;
         let tile = workspace.tile(count, vocab, pads)?;
         let logits = ColumnSlice::new(&tile, 0..vocab)?;
-        product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits)?;
+        let (a, b) = (whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?));
+        op::Matmul { a, b, alpha: scale, c: logits, mode: WriteMode::Overwrite }.run(kernels)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let targets = &targets[first..first + count];
         let seed = gradient.map(|gradient| gradient.seed);
@@ -166,12 +164,21 @@ pub fn write_losses(
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
-        product(MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?)?;
+        let (a, b, c) = (MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?);
+        let input = op::Matmul { a, b, alpha: scale, c, mode: WriteMode::Overwrite };
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
             let (a, b, c) = (MatmulOperand::transposed(logits), whole(&x)?, ColumnSlice::all(sum)?);
-            sum_over_tiles(kernels, op::Matmul { a, b, alpha: scale, c, mode }, dweight.dtype())?;
+            let weight = op::Matmul { a, b, alpha: scale, c, mode };
+            if sum.device().is_cpu() || kernels.pads_logits() {
+                op::run_both([input.into(), weight.into()], &x, kernels)?;
+            } else {
+                input.run(kernels)?;
+                add_term(kernels, &weight, dweight.dtype())?;
+            }
+        } else {
+            input.run(kernels)?;
         }
         hook(HeadTensor::InputGradient, first, &dx)?;
     }
@@ -184,16 +191,13 @@ pub fn write_losses(
     Ok(())
 }
 
-/// Adds a tile's product to a sum, or starts the sum with it. `dtype` is the weight gradient's type.
-fn sum_over_tiles(kernels: &dyn Kernels, product: op::Matmul<'_>, dtype: DType) -> Result<()> {
+/// Adds a tile's product to a sum of another type, or starts the sum with it. `dtype` is the weight gradient's type:
+/// candle's matmul is fast on a GPU only in the operands' type.
+fn add_term(kernels: &dyn Kernels, product: &op::Matmul<'_>, dtype: DType) -> Result<()> {
     let sum = product.c.tensor();
-    if sum.device().is_cpu() || kernels.pads_logits() {
-        return product.run(kernels);
-    }
-    // candle's matmul is fast on a GPU only in the operands' type.
     let term = view::zeros(sum.dims(), dtype, sum.device())?;
     let mode = product.mode;
-    op::Matmul { c: ColumnSlice::all(&term)?, mode: WriteMode::Overwrite, ..product }.run(kernels)?;
+    op::Matmul { c: ColumnSlice::all(&term)?, mode: WriteMode::Overwrite, ..*product }.run(kernels)?;
     match mode {
         WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
         WriteMode::Overwrite => kernels.copy(&term, sum),

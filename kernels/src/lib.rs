@@ -252,6 +252,11 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether two operations may run at the same time.
+    fn allows_overlap(&self) -> bool {
+        true
+    }
+
     /// Computes `pass`, which reads these inputs, or replays an earlier pass with them.
     fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
         let _ = inputs;

@@ -13,6 +13,8 @@ use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
 pub use super::gated_delta::{DecodeGatedDelta, GatedDelta, GatedDeltaBackward};
 pub use super::head_gate::{CopyQueries, GateHeads, GateHeadsBackward};
+use super::machine::spin::join;
+use super::profile::flops;
 use super::rope::{CosSinCache, Direction, PositionIds};
 pub use super::route::{Route, RouteBackward, ScaleRows};
 pub use super::short_conv::{DecodeShortConv, ShortConv, ShortConvBackward};
@@ -423,19 +425,34 @@ pub enum Access {
     Write,
 }
 
-/// Writes the gradients of a linear layer's weight, in its layout, and bias, given its input `x [N, I]` and the
-/// gradient of its output `dy [N, O]`.
-pub fn linear_weight_gradient(
-    kernels: &dyn Kernels,
-    layout: WeightLayout,
-    [x, dy]: [&Tensor; 2],
-    dweight: &Tensor,
-    dbias: Option<&Tensor>,
-) -> Result<()> {
-    let [left, right] = if layout == WeightLayout::InOut { [x, dy] } else { [dy, x] };
-    let (a, b) = (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
-    Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite }.run(kernels)?;
-    dbias.map_or(Ok(()), |out| SumRows { x: dy, out }.run(kernels))
+impl<'a> Matmul<'a> {
+    /// The gradient of a linear layer's weight, in its layout, given the input `x [N, I]` and the output's gradient
+    /// `dy [N, O]`.
+    pub fn weight_gradient(layout: WeightLayout, [x, dy]: [&'a Tensor; 2], dweight: &'a Tensor) -> Result<Self> {
+        let [left, right] = if layout == WeightLayout::InOut { [x, dy] } else { [dy, x] };
+        let (a, b) =
+            (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
+        Ok(Self { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite })
+    }
+}
+
+/// Floating-point operations of a product that is faster on one thread, side by side with another product, than on two:
+/// a core reads another core's results at 6 to 17 GB/s (Emerald Rapids).
+const SMALL_PRODUCT: f64 = (1 << 28) as f64;
+
+/// Computes two products that do not depend on each other. Small ones run side by side if `x`, an operand, is in the
+/// CPU's memory.
+pub fn run_both(products: [Op<'_>; 2], x: &Tensor, kernels: &dyn Kernels) -> Result<()> {
+    let small = products.iter().all(|product| flops(product) <= SMALL_PRODUCT);
+    let [first, second] = products;
+    if small && x.device().is_cpu() && kernels.allows_overlap() {
+        let [mut one, mut other] = [const { Ok(()) }; 2];
+        join(|| one = first.run(kernels), || other = second.run(kernels));
+        one.and(other)
+    } else {
+        first.run(kernels)?;
+        second.run(kernels)
+    }
 }
 
 impl Op<'_> {

@@ -164,10 +164,15 @@ impl Kernels for Profile {
     fn pads_logits(&self) -> bool {
         self.kernels.pads_logits()
     }
+
+    /// Otherwise the times of operations would add up to more than the step's.
+    fn allows_overlap(&self) -> bool {
+        false
+    }
 }
 
 /// Multiplications and additions of an operation's products.
-fn flops(op: &Op<'_>) -> f64 {
+pub(super) fn flops(op: &Op<'_>) -> f64 {
     let product = |m: usize, n: usize, k: usize| 2.0 * m as f64 * n as f64 * k as f64;
     let rows_by = |x: ColumnSlice<'_>, inner: usize| product(x.rows(), x.count(), inner);
     let states = |tokens: &Tensor, heads: DeltaHeads| (tokens.dims()[0] * heads.state_elements()) as f64;

@@ -6,6 +6,7 @@ use super::decoder::ForwardMode;
 use super::dora::MagnitudeScale;
 use super::hook::{Hook, TensorKind};
 use super::parameters::{ParamRef, Parameters};
+use super::quantized_base::WeightRef;
 use super::spec::{ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::{Kernels, NormOutput, NormSettings, WeightLayout, op};
@@ -232,9 +233,7 @@ impl Linear {
         let magnitude_scale = if let Some(adapter) = &self.adapter {
             adapter.backward_input(cx, dy, dx)?
         } else {
-            let weight = cx.weights.weight(self.weight)?;
-            let layout = weight.layout(self.layout).transposed();
-            op::Linear { layout, x: dy, weight: &weight, bias: None, low_rank: None, y: dx }.run(cx.kernels)?;
+            self.input_gradient(&cx.weights.weight(self.weight)?, dy, dx).run(cx.kernels)?;
             None
         };
         cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)?;
@@ -251,10 +250,9 @@ impl Linear {
         magnitude_scale: Option<&MagnitudeScale>,
     ) -> Result<()> {
         if let Some(dweight) = cx.grad(self.weight) {
-            let dbias = self.bias.and_then(|bias| cx.grad(bias));
-            op::linear_weight_gradient(cx.kernels, self.layout, [x, dy], dweight, dbias)?;
+            op::Matmul::weight_gradient(self.layout, [x, dy], dweight)?.run(cx.kernels)?;
         }
-        record_gradients(cx, self.layer, self.weight, self.bias)?;
+        self.backward_bias(cx, dy)?;
         match &self.adapter {
             Some(adapter) => adapter.backward_weight(cx, x, dy, magnitude_scale),
             None => Ok(()),
@@ -272,9 +270,30 @@ impl Linear {
         self.adapter.as_ref().map_or(Ok(()), |adapter| adapter.zero_gradients(cx))
     }
 
-    /// [`Self::backward_input`], then [`Self::backward_weight`].
+    /// [`Self::backward_input`] and [`Self::backward_weight`].
     pub(super) fn backward(&self, cx: &mut Context<'_>, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        if let (None, Some(dweight)) = (&self.adapter, cx.grad(self.weight)) {
+            let weight = cx.weights.weight(self.weight)?;
+            let dweight = op::Matmul::weight_gradient(self.layout, [x, dy], dweight)?;
+            op::run_both([self.input_gradient(&weight, dy, dx).into(), dweight.into()], dx, cx.kernels)?;
+            cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)?;
+            return self.backward_bias(cx, dy);
+        }
         let magnitude_scale = self.backward_input(cx, dy, dx)?;
         self.backward_weight(cx, x, dy, magnitude_scale.as_ref())
+    }
+
+    /// The operation that computes the gradient of the input without an adapter.
+    fn input_gradient<'a>(&self, weight: &'a WeightRef<'_>, dy: &'a Tensor, dx: &'a Tensor) -> op::Linear<'a> {
+        let layout = weight.layout(self.layout).transposed();
+        op::Linear { layout, x: dy, weight, bias: None, low_rank: None, y: dx }
+    }
+
+    /// Writes the gradient of the bias, and shows it and the weight's.
+    fn backward_bias(&self, cx: &mut Context<'_>, dy: &Tensor) -> Result<()> {
+        if let Some(out) = self.bias.and_then(|bias| cx.grad(bias)) {
+            op::SumRows { x: dy, out }.run(cx.kernels)?;
+        }
+        record_gradients(cx, self.layer, self.weight, self.bias)
     }
 }

@@ -4,7 +4,7 @@
 //! over a few thousand elements. A step of a small model is hundreds of such kernels.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Polls between two that let other programs run.
@@ -62,25 +62,22 @@ fn help(done: impl Fn() -> bool) {
 /// Runs both, in parallel. A thread that waits for the other one stays awake: rayon's would go to sleep after
 /// microseconds.
 pub fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
-    const RUNS: u8 = 1;
-    const DONE: u8 = 2;
-    struct Done<'a>(&'a AtomicU8);
-    impl Drop for Done<'_> {
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
         fn drop(&mut self) {
-            self.0.store(DONE, Ordering::Release);
+            self.0.store(false, Ordering::Release);
         }
     }
-    let state = &AtomicU8::new(0);
+    let busy = &AtomicBool::new(false);
     let awake = || {
         a();
-        let busy = || state.load(Ordering::Acquire) == RUNS;
-        while busy() {
-            help(|| !busy());
+        while busy.load(Ordering::Acquire) {
+            help(|| !busy.load(Ordering::Acquire));
         }
     };
     let other = || {
-        state.store(RUNS, Ordering::Release);
-        let _done = Done(state);
+        busy.store(true, Ordering::Release);
+        let _end = End(busy);
         b();
     };
     rayon::join(awake, other);

@@ -346,8 +346,8 @@ fn pack_in_parallel<T: Element>(lines: Operand<'_, T>, layout: PanelLayout, pack
     if serial || packed.len() <= SERIAL_WORDS {
         return pack(lines, layout, packed);
     }
-    let share = (packed.len() / panel.max(1)).div_ceil(2 * rayon::current_num_threads()).max(1);
-    let panels = packed.len() / panel.max(1);
+    let panels = packed.len() / panel;
+    let share = panels.div_ceil(2 * rayon::current_num_threads());
     let packed = Rows { view: packed, width: panel };
     for_each_part(packed, panels, share, |first, _, packed| {
         pack(lines.part(first * layout.width..lines.rows, 0..lines.cols), layout, packed.view);

@@ -131,12 +131,17 @@ fn listing(path: &Path) -> Result<Vec<String>> {
             let mark = if name == latest.trim() { '*' } else { ' ' };
             let about = match &one.manifest {
                 Ok(manifest) => about(manifest, best),
-                Err(error) => format!("damaged: {error}"),
+                Err(error) => format!("{}: {error}", fault(&one.path)),
             };
             lines.push(format!("{mark} {name:<16} {about}"));
         }
     }
     Ok(lines)
+}
+
+/// The reason that a step folder cannot be used.
+fn fault(path: &Path) -> &'static str {
+    if Manifest::has_other_format(path) { "unread" } else { "damaged" }
 }
 
 fn json_listing(path: &Path) -> Result<String> {
@@ -233,7 +238,7 @@ fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
             lines.push(format!("good     {}", step.display()));
         } else {
             bad += 1;
-            lines.extend(damages.iter().map(|damage| format!("damaged  {damage}")));
+            lines.extend(damages.iter().map(|damage| format!("{:<8} {damage}", fault(step))));
         }
     }
     lines.push(format!("{} of {} checkpoints are good", steps.len() - bad, steps.len()));
@@ -257,8 +262,10 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
             // If no checkpoint is valid, the damaged ones may be all that is left of the run.
             latest_valid(run.path())?;
         }
-        let damaged = listed.into_iter().map(|one| one.path).filter(|path| !verify(path).is_empty());
-        gone.extend(damaged.filter(|path| !gone.contains(path)).collect::<Vec<_>>());
+        let mut damaged: Vec<_> = listed.into_iter().map(|one| one.path).collect();
+        damaged.retain(|path| !Manifest::has_other_format(path) && !verify(path).is_empty());
+        damaged.retain(|path| !gone.contains(path));
+        gone.extend(damaged);
     }
     let verb = if args.dry_run { "would delete" } else { "deleted" };
     let mut lines = Vec::new();

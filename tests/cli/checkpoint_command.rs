@@ -119,6 +119,22 @@ fn prune_keeps_the_last_the_best_and_what_a_run_can_be_resumed_from() {
     assert_eq!(fixture.output("checkpoint verify .").0, Some(0));
 }
 
+/// A program that reads their format can still use them.
+#[test]
+fn checkpoints_of_another_format_are_not_damaged() {
+    let fixture = runs();
+    for path in ["one/step-000002", "one/weights-000004"] {
+        let manifest = fixture.path(path).join("manifest.json");
+        let text = fs::read_to_string(&manifest).unwrap();
+        fs::write(manifest, text.replacen("\"format_version\": ", "\"format_version\": 9", 1)).unwrap();
+    }
+    let out = fixture.said("checkpoint list one");
+    assert!(out.contains("step-000002      unread: ") && out.contains("is newer than"), "{out}");
+    let (_, out, _) = fixture.output("checkpoint verify one");
+    assert!(out.contains("unread   `one/step-000002/manifest.json`: format version 9"), "{out}");
+    assert_eq!(fixture.said("checkpoint prune one --keep-last 3 --damaged"), "nothing to delete\n");
+}
+
 #[test]
 fn prune_rejects_running_runs_and_other_folders() {
     let fixture = runs();

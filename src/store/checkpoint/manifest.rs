@@ -1,6 +1,6 @@
 //! `manifest.json`: the exact contents of a step directory.
 
-use super::state::{FORMAT_VERSION, check_version};
+use super::state::{FORMAT_VERSION, check_version, format_version};
 use crate::digest::{Digest, read_at_most};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use crate::store::aux_files::AuxFiles;
@@ -114,6 +114,12 @@ impl Manifest {
             }
             _ => Ok(manifest),
         }
+    }
+
+    /// Whether another version of the program wrote the step directory in a format that this one does not read.
+    pub fn has_other_format(directory: &Path) -> bool {
+        let text = read_at_most(&directory.join(MANIFEST), MAX_BYTES).unwrap_or_default();
+        format_version(&text).is_ok_and(|version| version != FORMAT_VERSION)
     }
 
     /// Whether it is of adapters, in PEFT's format, without their base.

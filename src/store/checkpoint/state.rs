@@ -133,15 +133,21 @@ impl State {
 }
 
 /// Reads only `format_version`, because another format may have different fields.
-pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
+pub(super) fn format_version(text: &[u8]) -> Result<u32, String> {
     #[derive(Deserialize)]
     struct Version {
         format_version: u32,
     }
-    let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
-    match format_version {
+    match serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))? {
+        Version { format_version: 0 } => Err("damaged: format version 0 does not exist".into()),
+        Version { format_version } => Ok(format_version),
+    }
+}
+
+/// Fails unless the text is of the format that this program reads.
+pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
+    match format_version(text)? {
         FORMAT_VERSION => Ok(()),
-        0 => Err("damaged: format version 0 does not exist".into()),
         older if older < FORMAT_VERSION => Err(format!(
             "format version {older} is older than {FORMAT_VERSION}, the only one this program reads; start a new \
              run, whose `--model` may be this checkpoint"

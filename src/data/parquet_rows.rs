@@ -129,7 +129,7 @@ fn read_in_process(
     let damaged = |error: ParquetError| {
         let text = error.to_string();
         wrong(if text.contains("Disabled feature") {
-            "its compression is not supported; write it with Snappy, gzip or Zstandard".to_owned()
+            "its compression is not supported; write it with Snappy, gzip, LZ4 or Zstandard".to_owned()
         } else {
             // A message about a text that is not UTF-8 has all its bytes.
             format!("not a readable Parquet file: {}", text.split(" Bytes: ").next().unwrap_or(&text))

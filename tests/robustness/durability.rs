@@ -6,7 +6,7 @@ use crate::common::cli_fixture::CliFixture;
 use crate::common::{launch, of_kind};
 use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
 use finetune::telemetry::Event;
-use parquet::basic::{Compression, GzipLevel};
+use parquet::basic::{Compression, GzipLevel, ZstdLevel};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -380,7 +380,9 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
     };
     // Some writers give texts no type.
     let gzip = Compression::GZIP(GzipLevel::default());
-    for (column, compression) in [("text", gzip), ("text (UTF8)", Compression::SNAPPY)] {
+    let zstd = Compression::ZSTD(ZstdLevel::default());
+    let codecs = [gzip, zstd, Compression::LZ4_RAW].map(|codec| ("text", codec));
+    for (column, compression) in codecs.into_iter().chain([("text (UTF8)", Compression::SNAPPY)]) {
         write_parquet(&path, column, compression);
         let output = rows(&fs::read(&path).unwrap());
         assert!(output.status.success());

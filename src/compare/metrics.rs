@@ -84,6 +84,11 @@ impl Metric {
         matches!(self.unit, MetricUnit::Nats | MetricUnit::Perplexity)
     }
 
+    /// Whether it varies between runs with the same numbers.
+    pub(crate) fn is_of_machine(&self) -> bool {
+        matches!(self.unit, MetricUnit::Rate | MetricUnit::Seconds | MetricUnit::Bytes)
+    }
+
     /// A run's figure as text.
     pub(crate) fn show(&self, value: Option<f64>) -> String {
         let Some(value) = value else { return NONE.into() };

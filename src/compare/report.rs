@@ -11,7 +11,18 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings that cannot change a run's numbers, and the seed: runs that differ only in these belong to one group.
-const VARIES_WITHIN_GROUP: [&str; 6] = ["seed", "threads", "folder", "checkpoint.", "telemetry.", "run."];
+const VARIES_WITHIN_GROUP: [&str; 10] = [
+    "seed",
+    "threads",
+    "folder",
+    "checkpoint.",
+    "telemetry.",
+    "run.program",
+    "run.cpu",
+    "run.isa",
+    "run.threads",
+    "run.device",
+];
 /// Settings that always differ between runs and are not listed.
 const UNLISTED_SETTINGS: [&str; 4] = ["seed", "checkpoint.run", "checkpoint.dir", "folder"];
 
@@ -73,9 +84,12 @@ pub(crate) struct Comparison {
 }
 
 impl RunGroup {
-    /// The runs' figures of one kind, if any.
+    /// The runs' figures of one kind, if any. Of runs with the same seed, whose numbers are the same, only the first
+    /// one's, except their times and memory.
     fn values(&self, metric: &Metric) -> Vec<f64> {
-        self.runs.iter().filter_map(|run| (metric.of)(&run.figures)).collect()
+        let mut seeds = BTreeSet::new();
+        let samples = self.runs.iter().filter(|run| metric.is_of_machine() || seeds.insert(run.started.seed));
+        samples.filter_map(|run| (metric.of)(&run.figures)).collect()
     }
 
     /// Their mean, with a confidence interval.

@@ -183,6 +183,33 @@ fn seeds_of_two_configurations() {
     insta::assert_snapshot!("two_groups", runs.text(&format!("{SIX} --margin 2.0 --width 100")));
 }
 
+/// Their numbers are the same, so they say nothing about the spread of others; their speeds do.
+#[test]
+fn runs_with_one_seed_are_one_sample() {
+    let runs = Runs::new();
+    for (name, interval) in [("a", 20), ("b", 20), ("c", 40), ("d", 40)] {
+        runs.invent(&Invented { name, interval, ..RUN });
+    }
+    let json = runs.json("a b c d --margin 0.001");
+    let differences = &json["second_minus_first"];
+    assert!(differences["perplexity"]["half"].is_null() && differences["skipped"]["half"].is_null(), "{differences}");
+    assert!(differences["tokens_per_s"]["half"].is_number(), "{differences}");
+    assert_eq!(json["margin"]["verdict"], "undecided");
+}
+
+#[test]
+fn runs_on_other_data_are_another_configuration() {
+    let runs = Runs::new();
+    for name in ["one", "two"] {
+        runs.invent(&Invented { name, ..RUN });
+    }
+    let log = std::fs::read_to_string(runs.log("two")).unwrap();
+    std::fs::write(runs.log("two"), log.replacen("\"data\":\"\"", "\"data\":\"900 tokens\"", 1)).unwrap();
+    let json = runs.json("one two");
+    assert_eq!(json["differences"], json!([{ "key": "run.data", "values": ["", "900 tokens"] }]));
+    assert!(json["second_minus_first"]["perplexity"].is_null() && json["groups"][1]["label"] == "B", "{json}");
+}
+
 #[test]
 fn many_runs_fit_a_narrow_page() {
     let runs = Runs::new();

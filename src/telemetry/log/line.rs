@@ -2,12 +2,12 @@
 
 use crate::telemetry::event::{Event, Record, StepRecord, StepStatus};
 
-/// Whether a step's line has the table of tensors, which is its last field.
+/// Whether a line is a step's with the table of tensors, which is its last field. Other events have tables, too.
 pub(super) fn has_table(line: &[u8]) -> bool {
-    line.ends_with(b"]}")
+    line.ends_with(b"]}") && step_head(line).is_some()
 }
 
-/// A step's line without the table of tensors; `None` if it has none.
+/// A step's line without the table of tensors; `None` for any other line.
 pub(super) fn without_table(line: &[u8]) -> Option<String> {
     let (fields, _) = std::str::from_utf8(line).ok()?.split_once(",\"tensors\":[").filter(|_| has_table(line))?;
     Some(format!("{fields}}}"))

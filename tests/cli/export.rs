@@ -153,18 +153,31 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
 }
 
 #[test]
-fn weights_beyond_fp16_are_refused_by_name() {
+fn weights_that_a_type_cannot_hold_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
-    let trained = model("deep", folder.path());
-    let out = folder.path().join("large");
-    let masters = trained.weights(Dtype::F32).unwrap();
-    let huge = masters.get("h.1.mlp.c_fc.bias").unwrap();
-    finetune::engine::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
-    let error = finetune::store::base::check_range(&masters, "m", Dtype::F16).unwrap_err();
-    let message = error.to_string();
-    assert!(message.contains("`h.1.mlp.c_fc.bias` reaches 100000"), "{message}");
-    finetune::store::base::check_range(&masters, "m", Dtype::BF16).unwrap();
-    assert!(!out.exists());
+    let masters = model("deep", folder.path()).weights(Dtype::F32).unwrap();
+    let bias = masters.get("h.1.mlp.c_fc.bias").unwrap();
+    let file = folder.path().join("deep/model.safetensors");
+    for (value, dtype, names, expected) in [
+        (1e5, Dtype::F16, &["x", "x.gguf"][..], "`h.1.mlp.c_fc.bias` reaches 100000"),
+        (f32::NAN, Dtype::F32, &["x", "x.gguf", "x.onnx"], "`h.1.mlp.c_fc.bias` contains infinities or NaNs"),
+        (1e5, Dtype::BF16, &["y"], ""),
+    ] {
+        finetune::engine::kernels::view::write_f32(bias, |values| values[3] = value).unwrap();
+        let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+        write_tensors(&mut File::create(&file).unwrap(), &file, &tensors).unwrap();
+        let trained = TrainedModel::open(&folder.path().join("deep"), None).unwrap();
+        for name in names {
+            let out = folder.path().join(name);
+            match export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out) {
+                Ok(_) => assert!(expected.is_empty() && out.exists(), "{name}, {dtype}"),
+                Err(error) => {
+                    let is_expected = !expected.is_empty() && error.to_string().contains(expected);
+                    assert!(is_expected && !out.exists(), "{name}, {dtype}: {error}");
+                }
+            }
+        }
+    }
 }
 
 /// The parameters of a GGUF file, under our names and the right way round.

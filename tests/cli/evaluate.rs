@@ -230,11 +230,12 @@ fn an_adapter_of_one_projection_is_evaluated() {
 
 #[test]
 fn mismatch_counts_the_choices_of_experts_that_differ() {
-    let line = "mismatch . --prompt a --max-tokens 12 --sequences 2 --dtype fp32,bf16";
+    let line = "mismatch . --prompt a --max-tokens 14 --sequences 64 --dtype fp32,bf16";
     let fixture = with_tokenizer("families/olmoe");
     let types = &fixture.json(&format!("{line} --json"))["types"];
     assert_eq!(types["fp32"]["experts"], 0.0);
     let share = 100.0 * types["bf16"]["experts"].as_f64().unwrap();
+    assert!(share > 0.0, "{types}");
     let text = fixture.said(line);
     let expected = format!("Choices of experts that differ from FP32's: fp32 0.00 %, bf16 {share:.2} %");
     assert!(text.contains(&expected), "{text}");

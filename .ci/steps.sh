@@ -43,12 +43,15 @@ print_times() {
 }
 trap print_times EXIT
 
-# Runs `cargo test` with a filter, and fails if the filter matches no test.
+# Runs `cargo test` with filters, and fails if no test runs or one of the filters with `::` matches none.
 filtered_test() {
-  local log
+  local log filter
   log=$(mktemp target/ci/filtered.XXXXXX)
   cargo test "$@" 2>&1 | tee "$log"
   grep -qE '^test result: ok\. [1-9]' "$log" || { echo "no test matches: cargo test $*"; return 1; }
+  for filter in "$@"; do
+    [[ $filter != *::* ]] || grep -qE "^test .*$filter" "$log" || { echo "no test matches: $filter"; return 1; }
+  done
   rm "$log"
 }
 

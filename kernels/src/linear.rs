@@ -5,10 +5,12 @@ use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::convert::Element;
 use crate::matmul::{Epilogue, Gemm, LowRankTerm, Operand};
 use crate::op;
-use crate::rows::{Rows, STRIPE, column_sums, par_columns, with_scratch};
-use crate::view::{ReadGuard, ViewMut, read, with_element, with_elements, write};
+use crate::rows::{
+    LANES, Rows, STRIPE, WORK, column_sums, dot, for_each_part_with_scratch, lane_total, par_columns, with_scratch,
+};
+use crate::view::{ReadGuard, ViewMut, read, with_element, with_elements, write, write_f32, zeros};
 use crate::{LoraTerm, WeightLayout};
-use candle_core::{Error, Result};
+use candle_core::{DType, Error, Result, Tensor};
 
 /// The `inputs` × `outputs` matrix of a weight, of either layout.
 fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -> Operand<'_, T> {
@@ -81,6 +83,53 @@ pub fn sum_rows(op: &op::SumRows<'_>) -> Result<()> {
             },
         );
     })
+}
+
+/// The sum of the squares of each output's weights, `[out]`, FP32.
+pub fn squared_norms(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
+    let axis = usize::from(layout == WeightLayout::OutIn);
+    if !weight.device().is_cpu() {
+        return weight.to_dtype(DType::F32)?.sqr()?.sum(axis);
+    }
+    let (rows, columns) = weight.dims2()?;
+    let opened = read(weight)?;
+    let x = opened.view();
+    let squares = zeros(&[weight.dim(1 - axis)?], DType::F32, weight.device())?;
+    write_f32(&squares, |out| match layout {
+        WeightLayout::OutIn => for_each_part_with_scratch(
+            Rows { view: out, width: 1 },
+            rows,
+            [WORK / columns + 1, columns],
+            #[inline(always)]
+            |first, _, out, [scratch]| {
+                for (row, out) in (first..).zip(out.view) {
+                    let weights = x.as_f32(row * columns, scratch);
+                    *out = dot(weights, weights);
+                }
+            },
+        ),
+        WeightLayout::InOut => par_columns(
+            Rows { view: out, width: 1 },
+            columns,
+            rows,
+            #[inline(always)]
+            |first, width, out| {
+                // In the order of `dot`, so that both layouts have the same bits.
+                let mut sums = [[0.0f32; STRIPE]; LANES];
+                let mut scratch = [0.0; STRIPE];
+                for row in 0..rows {
+                    let x = x.as_f32(row * columns + first, &mut scratch[..width]);
+                    for (sum, x) in sums[row % LANES].iter_mut().zip(x) {
+                        *sum += x * x;
+                    }
+                }
+                for (column, out) in out.view.iter_mut().enumerate() {
+                    *out = lane_total(std::array::from_fn(|lane| sums[lane][column]));
+                }
+            },
+        ),
+    })?;
+    Ok(squares)
 }
 
 /// Computes [`op::Matmul`].

@@ -174,7 +174,7 @@ impl Adapter {
         let a_out = self.forward_a(cx, x)?;
         let bias = self.bias.map(|bias| cx.weights.fused(bias));
         self.product(cx, x, &a_out, bias, y)?;
-        match self.magnitude_scale(cx.weights)? {
+        match self.magnitude_scale(cx)? {
             Some(magnitude_scale) => magnitude_scale.apply(y, bias),
             None => Ok(()),
         }
@@ -239,7 +239,7 @@ impl Adapter {
         dy: &Tensor,
         dx: &Tensor,
     ) -> Result<Option<MagnitudeScale>> {
-        let magnitude_scale = self.magnitude_scale(cx.weights)?;
+        let magnitude_scale = self.magnitude_scale(cx)?;
         let rows = dy.dim(0)?;
         let dy = self.grad_before_scaling(cx, magnitude_scale.as_ref(), dy)?;
         let a_out_grad = self.a_out_grad(cx, rows)?;
@@ -381,13 +381,12 @@ impl Adapter {
     }
 
     /// DoRA's scale of the output, if any.
-    fn magnitude_scale(&self, weights: &Parameters) -> Result<Option<MagnitudeScale>> {
+    fn magnitude_scale(&self, cx: &Context<'_>) -> Result<Option<MagnitudeScale>> {
         if !self.is_dora() {
             return Ok(None);
         }
-        let weight = weights.weight(self.weight)?;
+        let weight = cx.weights.weight(self.weight)?;
         let layout = weight.layout(self.layout);
-        let a = weights.fused(self.a);
-        dora::magnitude_scale(weights, &self.members, &weight, layout, a, self.r, self.scale).map(Some)
+        dora::magnitude_scale(cx, &self.members, &weight, layout, cx.weights.fused(self.a), self.scale).map(Some)
     }
 }

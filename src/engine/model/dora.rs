@@ -1,11 +1,14 @@
 //! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a
 //! trained length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
 //!
-//! candle's operations on any device: they cost little compared with the products.
+//! Mostly candle's operations on any device: what they read is small compared with the products.
 
 use super::adapter::LoraModule;
-use super::parameters::Parameters;
-use crate::engine::kernels::WeightLayout;
+use super::layers::Context;
+use super::quantized_base::WeightRef;
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand};
+use crate::engine::kernels::linear::squared_norms;
+use crate::engine::kernels::{WeightLayout, view};
 use candle_core::{DType, Result, Tensor};
 
 /// DoRA's scale of a product's outputs.
@@ -19,15 +22,22 @@ pub(super) struct MagnitudeScale {
 
 /// The scale of a product's outputs. `a` holds the stacked `lora_A` of the members.
 pub(super) fn magnitude_scale(
-    weights: &Parameters,
+    cx: &Context<'_>,
     members: &[LoraModule],
-    weight: &Tensor,
+    weight: &WeightRef<'_>,
     layout: WeightLayout,
     a: &Tensor,
-    r: usize,
     scale: f32,
 ) -> Result<MagnitudeScale> {
-    let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
+    let squares = squared_norms(weight, layout)?;
+    let outputs = squares.elem_count();
+    // ‖W + s B A‖² = ‖W‖² + s B (2 A Wᵀ + s A Aᵀ Bᵀ) of each output: no copy of W is made.
+    let cross = view::zeros(&[a.dim(0)?, outputs], DType::F32, weight.device())?;
+    let transposed = layout == WeightLayout::OutIn;
+    let operand = MatmulOperand { columns: ColumnSlice::all(weight)?, transposed };
+    cx.product(MatmulOperand::plain(ColumnSlice::all(a)?), operand, 2.0, ColumnSlice::all(&cross)?)?;
+    let r = a.dim(0)? / members.len();
+    let scale = f64::from(scale);
     let mut factors = Vec::new();
     let mut norms = Vec::new();
     let mut end = 0;
@@ -36,12 +46,15 @@ pub(super) fn magnitude_scale(
         let Some(magnitude) = member.magnitude else { continue };
         let first = member.outputs.start;
         let count = member.outputs.len();
-        let delta = wide(weights.fused(member.b))?.matmul(&wide(&a.narrow(0, i * r, r)?)?)?;
-        let norm = weight_norm(&(rows(weight, layout, first, count)? + (delta * f64::from(scale))?)?)?;
+        let (a, b) = (wide(&a.narrow(0, i * r, r)?)?, wide(cx.weights.fused(member.b))?);
+        let own = cross.narrow(0, i * r, r)?.narrow(1, first, count)?.t()?;
+        let sum = (own + (b.matmul(&a.matmul(&a.t()?)?)? * scale)?)?;
+        let added = (((sum * b)?.sum(1)?) * scale)?;
+        let norm = (squares.narrow(0, first, count)? + added)?.relu()?.sqrt()?;
         if first > end {
             factors.push(ones(first - end)?);
         }
-        factors.push((wide(weights.fused(magnitude))? / &norm)?);
+        factors.push((wide(cx.weights.fused(magnitude))? / &norm)?);
         norms.push((first, norm));
         end = first + count;
     }
@@ -53,23 +66,11 @@ pub(super) fn magnitude_scale(
 
 /// The weight norms of `count` outputs, starting at output `first`; the initial values of the magnitudes.
 pub(super) fn initial(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
-    weight_norm(&rows(weight, layout, first, count)?)
+    squared_norms(weight, layout)?.narrow(0, first, count)?.sqrt()
 }
 
 fn wide(x: &Tensor) -> Result<Tensor> {
     x.contiguous()?.to_dtype(DType::F32)
-}
-
-/// The weights of some outputs as rows, in FP32.
-fn rows(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
-    match layout {
-        WeightLayout::OutIn => wide(&weight.narrow(0, first, count)?),
-        WeightLayout::InOut => wide(&weight.narrow(1, first, count)?)?.t()?.contiguous(),
-    }
-}
-
-fn weight_norm(rows: &Tensor) -> Result<Tensor> {
-    rows.sqr()?.sum(1)?.sqrt()
 }
 
 impl MagnitudeScale {

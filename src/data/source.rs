@@ -494,7 +494,8 @@ fn is_about_the_data(path: &Path) -> bool {
         || ["readme", "license", "licence", "dataset_info", "dataset_infos", "dataset_dict"].contains(&stem)
 }
 
-/// The files below `folder`, without hidden ones, as paths in it with their sizes. Does not follow links to folders.
+/// The files below `folder`, without hidden ones and those of runs, as paths in it with their sizes. Does not follow
+/// links to folders.
 pub(crate) fn files_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
     let mut paths = Vec::new();
     collect(folder, &mut paths)?;
@@ -513,7 +514,10 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
             continue;
         }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            collect(&path, paths)?;
+            // Otherwise a run's log would become its training data.
+            if ["config.toml", "events.jsonl"].iter().any(|name| !path.join(name).is_file()) {
+                collect(&path, paths)?;
+            }
         } else if path.is_file() {
             paths.push(path);
         }

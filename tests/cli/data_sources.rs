@@ -53,6 +53,19 @@ fn notices(events: &[LoadEvent]) -> Vec<&str> {
         .collect()
 }
 
+/// A log in the folder of the data would be read when the run is continued.
+#[test]
+fn the_files_of_runs_are_not_data() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, content) in [("a.txt", "some words"), ("runs/one/config.toml", ""), ("runs/one/events.jsonl", "{}\n")] {
+        file(folder.path(), name, content);
+    }
+    file(folder.path(), "runs/b.txt", " and more");
+    let cache = tempfile::tempdir().unwrap();
+    let data = load(cache.path(), &DataSource::Path(folder.path().into()), Some(&DataSource::Grammar)).0.unwrap();
+    assert_eq!(data.train.len(), "some words and more".len() + 1);
+}
+
 #[test]
 fn the_tail_of_a_file_validates() {
     let folder = tempfile::tempdir().unwrap();

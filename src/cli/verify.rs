@@ -175,6 +175,11 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         run => Subject::of_run(run_folder(run, &args.config.runs())?)?,
     };
     let steps @ [from, to] = subject.steps(args)?;
+    if let (Some(_), Some(step)) = (&claim, subject.recorded.changed_between(0, u64::MAX)) {
+        let message =
+            format!("the settings changed after step {step}, and a claim has one configuration for all steps");
+        return Err(Error::config("--claim", message));
+    }
     let config = match subject.config.clone().or_else(|| subject.recorded.config_after(from)) {
         Some(text) => args.config.resolve_from_text(&run.display().to_string(), text)?,
         None => args.config.resolve_from_run(&subject.folder)?,
@@ -196,9 +201,12 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     let difference = thread_pool(&config, group.core_sharers())?
         .install(|| repeat(&subject, config, steps, group, claim, &reporter))?;
     drop(reporter);
-    let summary = match difference {
-        Some(_) => "the run".into(),
-        None => format!("steps {} to {to} repeated, the hashes of their checkpoints and the files", from + 1),
+    let summary = if difference.is_some() {
+        "the run".into()
+    } else {
+        let mut checkpoints = subject.recorded.checkpoints.range(from + 1..=to);
+        let hashes = checkpoints.next().map_or("", |_| ", the hashes of their checkpoints");
+        format!("steps {} to {to} repeated{hashes} and the files", from + 1)
     };
     report(difference.as_slice(), &summary, out)
 }

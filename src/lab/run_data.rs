@@ -124,12 +124,12 @@ impl RunData {
         Ok(Self { folder, started, sums, probed, peak_rss_bytes, variances })
     }
 
-    /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
+    /// The scaler's settings. It begins with the scale of the first step that is kept, which may have been measured.
     pub(crate) fn scaler(&self) -> Option<GradScalerConfig> {
         let config: GradScalerConfig = self.setting("/scaler")?;
         let enabled = config.enabled && self.started.precision().needs_loss_scale();
-        let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
-        Some(GradScalerConfig { enabled, init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
+        let init_scale = self.sums.steps.front().map_or(config.init_scale, |step| step.loss_scale);
+        Some(GradScalerConfig { enabled, init_scale, ..config })
     }
 
     /// A value of the run's configuration, by its JSON pointer; `None` if it is missing or has a different type.
@@ -366,7 +366,7 @@ mod tests {
         assert!(overflows.source.starts_with("the last 2 of 3 steps, replayed from "), "{}", overflows.source);
         assert_eq!(run.sums.unscaled, whole.sums.unscaled);
         assert_eq!(run.sums.first_scale, Some(65536.0));
-        assert_eq!((run.scaler().unwrap().init_scale, whole.scaler().unwrap().init_scale), (65536.0, 1024.0));
+        assert_eq!((run.scaler().unwrap().init_scale, whole.scaler().unwrap().init_scale), (65536.0, 65536.0));
         let last = RunData::read_newest(folder.path(), 1).unwrap();
         assert_eq!(last.scaler().unwrap().init_scale, 32768.0);
     }

@@ -415,7 +415,10 @@ impl Config {
         if self.optimizer.lr == 0.0 {
             return Err(Error::config("optimizer.lr", "0 would change nothing; use a number above 0"));
         }
-        self.sources()?;
+        let from_stdin = self.sources()?.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
+        if from_stdin + usize::from(self.val.as_deref() == Some("-")) > 1 {
+            return Err(Error::config("data", "`-` is named twice, but standard input can be read only once"));
+        }
         let never = [
             ("`val` is `none`", self.held_out()? == Some(0.0)),
             ("`train.eval_every` is 0", self.train.eval_every == Interval::Steps(0)),

@@ -64,7 +64,7 @@ impl RecordedRun {
     }
 
     /// The first step between these that the run continued after with other settings.
-    fn changed_between(&self, from: u64, to: u64) -> Option<u64> {
+    pub fn changed_between(&self, from: u64, to: u64) -> Option<u64> {
         let resumed = self.configs.iter().map(|(first, _)| *first).filter(|first| (from + 1..to).contains(first));
         resumed.filter(|first| self.config_after(*first) != self.config_after(from)).min()
     }

@@ -43,13 +43,19 @@ fn a_run_repeats_on_any_number_of_threads_and_others_can_check_its_claim() {
         let (code, out) = verdict(&fixture, line);
         assert!(code == Some(0) && out.starts_with("bit-identical: steps "), "{line}: {out}");
     }
-    assert!(fixture.said("verify v").contains("steps 9 to 12 repeated"));
+    let hashes = ", the hashes of their checkpoints and the files";
+    assert!(fixture.said("verify v").contains(&format!("steps 9 to 12 repeated{hashes}")));
+    assert!(fixture.said("verify v --from 4 --to 5").contains("steps 5 to 5 repeated and the files"));
     // Regression: steps that the run never made were called identical.
     for to in [0, 13] {
         fixture.assert_refused(&format!("verify v --to {to}"), &["--to: ", " is not a recorded step; the last is 12"]);
     }
     fixture.assert_refused("verify checkpoints/v/events.jsonl", &["is not a claim", "name a run by its folder"]);
     fixture.said("verify v --from 0 --claim claim.json");
+    // With the last settings alone, it would be refuted.
+    fixture.said("--resume v --steps 16 --plain");
+    fixture.assert_refused("verify v --claim late.json", &["--claim: the settings changed after step 12"]);
+    assert!(!fixture.path("late.json").exists());
     // The claim alone is enough: it contains the configuration.
     std::fs::rename(fixture.path("checkpoints"), fixture.path("elsewhere")).unwrap();
     let (code, out, err) = fixture.output("verify claim.json --threads 2");

@@ -5,6 +5,7 @@ use crate::engine::model::{ALL_LINEAR, ModelSpec};
 use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{Interval, MAX_COUNT, changed_keys, settings};
+use crate::store::checkpoint::CheckpointKind;
 use crate::train::objective::ObjectiveKind;
 use crate::train::reward::{OnRewardError, Reward};
 use crate::{Error, Result};
@@ -396,6 +397,10 @@ impl CheckpointSection {
         let has_path = run.contains(|c: char| c == '/' || c == '\\' || c.is_control());
         if run.is_empty() || run.starts_with(['.', '-']) || has_path {
             let message = format!("`{run}` is not a folder name, or begins with `.` or `-`; choose another name");
+            return Err(Error::config("checkpoint.run", message));
+        }
+        if CheckpointKind::parse_directory(run).is_some() {
+            let message = format!("`{run}` is the name of a checkpoint; choose another name");
             return Err(Error::config("checkpoint.run", message));
         }
         if run.len() > MAX_RUN_NAME {

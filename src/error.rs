@@ -38,6 +38,14 @@ pub enum Error {
         /// The problem, with its position if known.
         message: String,
     },
+    /// The rewards of completions cannot be computed. All processes of a run have the same error.
+    #[error("{origin}: {message}")]
+    Reward {
+        /// The program.
+        origin: String,
+        /// The problem and the next step.
+        message: String,
+    },
     /// A model folder, its configuration or one of its tensors is invalid.
     #[error("{origin}: {message}")]
     Model {
@@ -128,6 +136,11 @@ impl Error {
         Self::Engine { message: message.to_string(), backtrace: None }
     }
 
+    /// Whether all processes of a run have this error, so that they can still act together.
+    pub(crate) fn is_common(&self) -> bool {
+        matches!(self, Self::Diverged { .. } | Self::Reward { .. })
+    }
+
     /// The message without the origin, which the caller names.
     pub(crate) fn into_message(self) -> String {
         match self {
@@ -145,7 +158,11 @@ impl Error {
     /// The process's exit code: 2 for wrong input from the user, 3 for a diverged run, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
+            Self::Config { .. }
+            | Self::Data { .. }
+            | Self::Reward { .. }
+            | Self::Model { .. }
+            | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
             Self::Io { source, .. } if is_wrong_path(source) => 2,
             Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Collective(_) | Self::Engine { .. } => 1,

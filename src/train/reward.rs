@@ -110,7 +110,7 @@ impl Reward {
         Ok(())
     }
 
-    /// The rewards of `completions`; `None` for one that is to be dropped. Fails with [`Error::Data`] if the program
+    /// The rewards of `completions`; `None` for one that is to be dropped. Fails with [`Error::Reward`] if the program
     /// failed and `on_reward_error` is to stop, or if it gave no reward at all.
     pub(crate) fn score(&mut self, completions: &[Answered], settings: &ObjectiveSection) -> Result<Vec<Option<f32>>> {
         let one_if = |yes: bool| f32::from(u8::from(yes));
@@ -199,7 +199,7 @@ impl RewardProgram {
     }
 
     fn error(&self, message: &str) -> Error {
-        Error::data(format!("the reward program `{}`", self.command), message)
+        Error::Reward { origin: format!("the reward program `{}`", self.command), message: message.into() }
     }
 }
 
@@ -365,7 +365,7 @@ mod tests {
                 score(&command, completions, &ObjectiveSection { reward_timeout_s, on_reward_error, ..stop() })
             };
             let error = score(&["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
-            assert!(matches!(error, Error::Data { .. }), "{error:?}");
+            assert!(matches!(error, Error::Reward { .. }), "{error:?}");
             let message = error.to_string();
             assert!(message.contains(problem) && message.contains("completion 2 of 3"), "{message}");
             let dropped = score(&["a", "bad", "b"], OnRewardError::Drop).unwrap();

@@ -319,13 +319,13 @@ impl Rollouts {
     fn judge(&mut self, engine: &TrainEngine, groups: &mut [&mut CompletionGroup]) -> Result<()> {
         let score = || {
             self.score(groups).map_err(|error| match error {
-                Error::Data { origin, message } => [origin, message],
+                Error::Reward { origin, message } => [origin, message],
                 other => ["the rewards".into(), other.to_string()],
             })
         };
         // All processes have the same result, and end with the same error.
         let rewards = on_leader(&*engine.group, score)?;
-        let rewards = rewards.map_err(|[origin, message]| Error::data(origin, message))?;
+        let rewards = rewards.map_err(|[origin, message]| Error::Reward { origin, message })?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(rewards).for_each(|(completion, reward)| completion.reward = reward);
         Ok(())

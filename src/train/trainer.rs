@@ -403,7 +403,7 @@ impl Trainer {
     /// Trains until the run's steps are done or something stops it, and saves the last state, also on an interrupt.
     pub fn run(&mut self) -> Result<FinishReason> {
         let result = self.run_to_end();
-        if matches!(result, Ok(_) | Err(Error::Diverged { .. })) {
+        if result.as_ref().err().is_none_or(Error::is_common) {
             self.stop_workers()?;
         }
         result
@@ -425,7 +425,7 @@ impl Trainer {
         let flushed = self.flush_save();
         let step = self.engine.state.counters.step;
         let result = result.and_then(|reason| flushed.map(|()| reason)).map_err(|error| {
-            let saves = matches!(error, Error::Data { .. }) && step > 0;
+            let saves = matches!(error, Error::Data { .. } | Error::Reward { .. }) && step > 0;
             if saves { self.save_last().err().unwrap_or(error) } else { error }
         });
         let reason = match &result {

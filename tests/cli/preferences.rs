@@ -307,7 +307,7 @@ fn ten_dpo_steps_agree_with_trl() {
     assert_eq!(trl[2], defaults);
 }
 
-/// A reward program that fails ends the run after it was saved; mended, the run continues.
+/// A reward program that fails ends the run after it was saved, also in several processes; mended, the run continues.
 #[test]
 fn a_run_survives_a_reward_program_that_fails() {
     let desk = CliFixture::empty();
@@ -328,9 +328,10 @@ fn a_run_survives_a_reward_program_that_fails() {
     assert!(shown.lines().all(|line| line.contains("\"reward\":1.0,\"advantage\":0.0")), "{shown}");
     assert!(desk.steps("sums").iter().all(|step| step.objective.unwrap().get(ObjectiveMetric::Reward) == Some(1.0)));
     // During the second step, and during the last evaluation.
-    for (step, completions) in [("5", 4), ("6", 2)] {
-        desk.write("broken", step);
-        let (code, _, err) = desk.output("--resume sums --steps 6 --plain");
+    for (step, steps, completions) in [(5, 6, 4), (6, 6, 2), (7, 8, 4), (8, 8, 2)] {
+        desk.write("broken", step.to_string());
+        let processes = if step < 7 { 1 } else { 2 };
+        let (code, _, err) = desk.output(&format!("--resume sums --steps {steps} --processes {processes} --plain"));
         assert_eq!(code, Some(2), "{err}");
         let message = format!(
             "the reward program `sh score.sh`: it wrote `oops`, neither a finite number nor `none`, twice, for completion 1 of {completions}"
@@ -339,16 +340,16 @@ fn a_run_survives_a_reward_program_that_fails() {
         assert!(desk.newest("sums").ends_with(format!("step-00000{step}")));
     }
     fs::remove_file(desk.path("broken")).unwrap();
-    desk.said("--resume sums --steps 6 --plain");
+    desk.said("--resume sums --steps 8 --plain");
     fs::create_dir(desk.path("elsewhere")).unwrap();
-    let resume = format!("--resume {} --steps 7 --plain", desk.run("sums").display());
+    let resume = format!("--resume {} --steps 9 --plain", desk.run("sums").display());
     launch::succeed(desk.command(&resume).current_dir(desk.path("elsewhere")));
-    assert_eq!(desk.steps("sums").last().unwrap().step, 7);
+    assert_eq!(desk.steps("sums").last().unwrap().step, 9);
     // A log that cannot be written costs a warning, not one per step.
     let log = desk.run("sums").join("rollouts.jsonl");
     fs::remove_file(&log).unwrap();
     fs::create_dir(&log).unwrap();
-    desk.said("--resume sums --steps 10 --plain");
+    desk.said("--resume sums --steps 12 --plain");
     let about_log = |event: &Event| matches!(event, Event::Warning(it) if it.message.contains("rollouts.jsonl"));
     assert_eq!(desk.events("sums").iter().filter(|event| about_log(event)).count(), 1);
     desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);

@@ -94,9 +94,9 @@ impl Trainer {
                 | LeaderMessage::ReadsDone => Ok(()),
             };
             match done {
-                // The leader gets the same error and ends the run.
-                Ok(()) | Err(Error::Diverged { .. }) => {}
-                Err(error) => return Err(error),
+                // The leader gets the same error, saves and ends the run.
+                Err(error) if !error.is_common() => return Err(error),
+                _ => {}
             }
         }
     }

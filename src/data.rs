@@ -48,6 +48,7 @@ pub use preview::DatasetPreview;
 pub(crate) use preview::counted;
 pub use row::{DatasetOptions, FieldNames, LossOn};
 pub use samples::{SampleKind, SequenceRole};
+pub(crate) use sequence_index::padded_len;
 pub use sequence_index::{DatasetStats, PairStats, SequenceIndex};
 pub use source::{DataSource, Downloader, HubFile, HubListing, LoadEvent};
 pub(crate) use source::{closest_match, files_below, names_in};

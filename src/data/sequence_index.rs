@@ -322,7 +322,7 @@ impl SequenceIndex {
 }
 
 /// The columns for `longest` inputs, of at most `seq_len`.
-pub(super) fn padded_len(longest: usize, seq_len: usize) -> usize {
+pub(crate) fn padded_len(longest: usize, seq_len: usize) -> usize {
     longest.next_multiple_of(LENGTH_STEP).min(seq_len)
 }
 

@@ -235,8 +235,6 @@ impl TrainEngine {
             if index % world_size != rank {
                 continue;
             }
-            let mut narrow = None;
-            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
             own.push(objective.evaluate(BatchPass { model, weights: &state.weights, batch }, workspace)?.to_array());
         }
         // In the order of the batches, which the processes take in turn.

@@ -14,7 +14,7 @@ pub use loss::{
 pub use reference::{Reference, ReferenceLogps, ReferenceModel};
 
 use crate::Result;
-use crate::data::{Batch, IGNORE_INDEX, SampleKind, Sequence, SequenceRole};
+use crate::data::{Batch, IGNORE_INDEX, SampleKind, Sequence, SequenceRole, padded_len};
 use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Decoder, ForwardMode, Parameters, Workspace};
 use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
@@ -208,13 +208,15 @@ pub(super) struct BatchPass<'a> {
 }
 
 impl BatchPass<'_> {
-    /// Reads the losses of the targets, computed by a pass without dropout.
+    /// Reads the losses of the targets, computed by a pass without dropout. Overwrites the buffers.
     pub(super) fn with_losses<R>(
         self,
         mode: ForwardMode,
         workspace: &mut Workspace,
         f: impl FnOnce(&[f32]) -> R,
     ) -> Result<R> {
+        let mut narrow = None;
+        let workspace = workspace.for_seq_len(self.batch.seq_len, &mut narrow)?;
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
         Ok(with_losses(workspace.losses(), f)?)
@@ -234,9 +236,8 @@ fn with_losses<R>(losses: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::
     Ok(f(read(&losses)?.typed::<f32>()?))
 }
 
-fn sum_of(losses: &Tensor) -> Result<LossSums> {
-    let loss = with_losses(losses, |losses| losses.iter().map(|&loss| f64::from(loss)).sum())?;
-    Ok(LossSums { loss, ..LossSums::default() })
+fn sum_of(losses: &[f32]) -> LossSums {
+    LossSums { loss: losses.iter().map(|&loss| f64::from(loss)).sum(), ..LossSums::default() }
 }
 
 /// The log-probability of a sequence's targets, and their number.
@@ -269,7 +270,7 @@ impl Objective {
             true => self.reference.read(pass, workspace, split)?,
             false => Vec::new(),
         };
-        self.kl = match self.mismatched(pass.batch) {
+        self.kl = match self.mismatched(pass.batch, workspace.seq_len()) {
             Some(batch) => self.estimate_kl(BatchPass { batch: &batch, ..pass }, workspace, split)?,
             None => 0.0,
         };
@@ -277,13 +278,13 @@ impl Objective {
     }
 
     /// The batch that KTO estimates the divergence from, if it has other prompts to give completions to.
-    fn mismatched(&self, batch: &Batch) -> Option<Batch> {
-        (self.settings.kind == ObjectiveKind::Kto && batch.sequences.len() > 1).then(|| mismatched(batch))
+    fn mismatched(&self, batch: &Batch, seq_len: usize) -> Option<Batch> {
+        (self.settings.kind == ObjectiveKind::Kto && batch.sequences.len() > 1).then(|| mismatched(batch, seq_len))
     }
 
     /// The batches whose sequences need a reference: `batch`, and its mismatched one.
-    pub(in crate::train) fn referred(&self, batch: Batch) -> impl Iterator<Item = Batch> + use<> {
-        let other = self.mismatched(&batch);
+    pub(in crate::train) fn referred(&self, batch: Batch, seq_len: usize) -> impl Iterator<Item = Batch> + use<> {
+        let other = self.mismatched(&batch, seq_len);
         std::iter::once(batch).chain(other)
     }
 
@@ -323,7 +324,7 @@ impl Objective {
             return Ok(self.sums);
         }
         if batch.sequences.is_empty() {
-            return sum_of(losses);
+            return Ok(with_losses(losses, sum_of)?);
         }
         let weighted = |losses: &[f32], it: &Sequence| -f64::from(sample_weight(it)) * logp(batch, it, losses).0;
         let loss = with_losses(losses, |losses| batch.sequences.iter().map(|it| weighted(losses, it)).sum())?;
@@ -333,13 +334,13 @@ impl Objective {
     /// The sums of a batch by a pass without dropout; without the weights of samples, so that a loss has a perplexity.
     pub(super) fn evaluate(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace) -> Result<LossSums> {
         self.refer(pass, workspace, Split::Validation)?;
-        pass.model.forward(pass.weights, pass.batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
-        pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
-        if !self.settings.kind.needs_log_probs() {
-            return sum_of(workspace.losses());
-        }
-        with_losses(workspace.losses(), |losses| self.score(pass.batch, losses))?;
-        Ok(self.sums)
+        pass.with_losses(ForwardMode::Eval, workspace, |losses| {
+            if !self.settings.kind.needs_log_probs() {
+                return sum_of(losses);
+            }
+            self.score(pass.batch, losses);
+            self.sums
+        })
     }
 
     /// Computes weights and sums from the losses of the targets.
@@ -448,28 +449,33 @@ fn sample_weight(sequence: &Sequence) -> f32 {
     if let SequenceRole::Weighted(weight) = sequence.role { weight } else { 1.0 }
 }
 
-/// Each prompt of a batch with the completion of the sequence before it, as in TRL, as far as it fits into the row.
-fn mismatched(batch: &Batch) -> Batch {
-    let mut out = Batch { sequences: Vec::with_capacity(batch.sequences.len()), ..batch.clone() };
-    out.inputs.fill(0);
-    out.labels.fill(IGNORE_INDEX);
+/// Each prompt of a batch with the completion of the sequence before it, cut at `seq_len` tokens, as in TRL. So a pair
+/// does not depend on the rest of the batch.
+fn mismatched(batch: &Batch, seq_len: usize) -> Batch {
     let first_target =
         |it: &Sequence| it.labels.clone().find(|&at| batch.labels[at] != IGNORE_INDEX).unwrap_or(it.labels.end - 1);
-    // A completion of another prompt has a number beyond those of the data.
     let others = batch.sequences.last().into_iter().chain(&batch.sequences);
-    for (prompt, other) in batch.sequences.iter().zip(others) {
-        let row = prompt.labels.start;
-        let first = first_target(prompt);
-        let room = batch.seq_len - (first - row) % batch.seq_len;
+    // The highest bit distinguishes a pair from a row of the data, and from the pairs of older versions, which cut an
+    // answer at the width of its batch.
+    let pairs = batch.sequences.iter().zip(others).map(|(prompt, other)| {
+        let tokens = prompt.labels.start..first_target(prompt) + 1;
         let from = first_target(other);
-        let count = (other.labels.end - from).min(room);
-        out.inputs[row..=first].copy_from_slice(&batch.inputs[row..=first]);
-        out.labels[first..first + count].copy_from_slice(&batch.labels[from..from + count]);
-        for step in 1..count {
-            out.inputs[first + step] = batch.inputs[from + step];
-        }
-        let index = (prompt.index + 1) << 32 | other.index;
-        out.sequences.push(Sequence { labels: row..first + count, index, role: prompt.role });
+        let answer = from..other.labels.end.min(from + seq_len + 1 - tokens.len());
+        let index = 1 << 63 | prompt.index << 32 | other.index;
+        (tokens, answer, Sequence { index, ..prompt.clone() })
+    });
+    let pairs: Vec<_> = pairs.collect();
+    let longest = pairs.iter().map(|(prompt, answer, _)| prompt.len() + answer.len() - 1).max();
+    let width = padded_len(longest.unwrap_or(0), seq_len);
+    let mut out = Batch::new(batch.batch_size, width);
+    for (row, (prompt, answer, sequence)) in pairs.into_iter().enumerate() {
+        let start = row * width;
+        let first = start + prompt.len() - 1;
+        let end = first + answer.len();
+        out.inputs[start..=first].copy_from_slice(&batch.inputs[prompt]);
+        out.inputs[first + 1..end].copy_from_slice(&batch.inputs[answer.start + 1..answer.end]);
+        out.labels[first..end].copy_from_slice(&batch.labels[answer]);
+        out.sequences.push(Sequence { labels: start..end, ..sequence });
     }
     out.num_label_tokens = out.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
     out

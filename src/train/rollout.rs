@@ -373,8 +373,6 @@ fn old_logps(engine: &mut TrainEngine, batches: &[Batch]) -> Result<Vec<Logps>> 
     let (rank, world_size) = (group.rank(), group.world_size());
     let mut own = Vec::new();
     for batch in batches.iter().skip(rank).step_by(world_size) {
-        let mut narrow = None;
-        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let pass = BatchPass { model, weights: &state.weights, batch };
         let logps = |losses: &[f32]| Logps(losses.iter().map(|loss| -loss).collect());
         own.push(pass.with_losses(ForwardMode::Eval, workspace, logps)?);

@@ -63,12 +63,12 @@ impl Passes<'_> {
         let out = grads.micro_batch_grads();
         let pass = BatchPass { model, weights, batch };
         let mode = ForwardMode::Train { seed: self.seed, micro_batch: self.counters.micro_batch_index(index) };
+        let clock = Instant::now();
+        objective.refer(pass, self.workspace, Split::Train)?;
         let mut narrow = None;
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
         let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
-        let clock = Instant::now();
-        objective.refer(pass, workspace, Split::Train)?;
         let weighs_after_forward = objective.settings.kind.needs_log_probs();
         if !weighs_after_forward {
             objective.weigh(pass, workspace)?;

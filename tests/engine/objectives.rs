@@ -347,7 +347,11 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         let references = |more: f64| {
             let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
             for (row, logp) in (0_u64..).zip(&model.kto.references) {
-                reference.insert(Split::Train, ((row + 1) << 32) | row.checked_sub(1).unwrap_or(last), *logp + more);
+                reference.insert(
+                    Split::Train,
+                    (1 << 63) | (row << 32) | row.checked_sub(1).unwrap_or(last),
+                    *logp + more,
+                );
             }
             Reference::Stored(reference)
         };
@@ -364,6 +368,34 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         let report = engine.step(&[batch]).unwrap();
         assert_eq!(report.metrics.unwrap().get(ObjectiveMetric::Kl), Some(0.0), "{name}");
     }
+}
+
+/// Regression: an answer to another prompt was cut at the width of its batch, so it had several log-probabilities.
+#[test]
+fn an_answer_to_another_prompt_does_not_depend_on_the_rest_of_its_batch() {
+    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    let row = |(number, (prompt, answer)): (usize, (usize, usize))| {
+        let (prompt, completion) = (number.to_string() + &"p".repeat(prompt - 1), "a".repeat(answer));
+        serde_json::json!({"prompt": prompt, "completion": completion, "label": answer > 9}).to_string() + "\n"
+    };
+    let rows = [(39, 3), (39, 3), (2, 40), (2, 40), (2, 40), (51, 50)];
+    std::fs::write(file.path(), rows.into_iter().enumerate().map(row).collect::<String>()).unwrap();
+    let mut config = dpo_run(false);
+    config.data = DataSets::One(file.path().display().to_string());
+    config.val = Some("none".into());
+    config.dtype = PrecisionPolicy::FP32;
+    config.optimizer.lr = 1e-12;
+    config.objective.kind = ObjectiveKind::Kto;
+    // The first pair of batch 18 was in a wider batch before.
+    config.seed = 3;
+    (config.train.batch_size, config.train.grad_accum) = (3, 1);
+    (config.train.seq_len, config.train.steps) = (128, Some(24));
+    let events = train(1, &config, tempfile::tempdir().unwrap().path(), None);
+    let kl =
+        |event: &Event| if let Event::Step(step) = event { step.objective?.get(ObjectiveMetric::Kl) } else { None };
+    let found: Vec<f64> = events.iter().filter_map(kl).collect();
+    assert_eq!(found.len(), 24);
+    assert!(found.iter().all(|kl| *kl < 1e-3), "the model has not changed: {found:?}");
 }
 
 /// The reference of adapters is their base, with the bits of the model without adapters, also while they are

@@ -82,8 +82,6 @@ impl ReferenceLogps {
             let unknown = batch.sequences.iter().filter(|it| self.get(split, it.index).is_none());
             let unknown: Vec<u64> = unknown.map(|it| it.index).collect();
             if index % group.world_size() == group.rank() {
-                let mut narrow = None;
-                let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
                 let logps = BatchPass { model, weights, batch: &batch }.logps(ForwardMode::Eval, workspace)?;
                 let computed = batch.sequences.iter().zip(logps).filter(|(it, _)| unknown.contains(&it.index));
                 own.extend(computed.map(|(it, (logp, _))| [split as u64, it.index, logp.to_bits()]));
@@ -107,10 +105,8 @@ impl Reference {
         match self {
             Self::Base => pass.with_losses(ForwardMode::Base, workspace, logps),
             Self::Model(it) => {
-                let (mut narrow, batch) = (None, pass.batch);
-                let workspace = it.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-                let pass = BatchPass { model: &it.model, weights: &it.weights, batch };
-                pass.with_losses(ForwardMode::Eval, workspace, logps)
+                let pass = BatchPass { model: &it.model, weights: &it.weights, batch: pass.batch };
+                pass.with_losses(ForwardMode::Eval, &mut it.workspace, logps)
             }
             Self::Stored(_) => Err(Error::engine("sampled completions have no stored reference")),
         }

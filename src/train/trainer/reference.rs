@@ -192,7 +192,8 @@ impl Trainer {
         let mut left = steps.saturating_mul(self.config.train.grad_accum as u64);
         let mut batch = self.loader.batch();
         // KTO's estimates depend on the batches, which differ in each epoch, as do the samples of a mixture.
-        let objective = &self.engine.objective;
+        let TrainEngine { objective, workspace, .. } = &self.engine;
+        let seq_len = workspace.seq_len();
         let every = objective.settings.kind == ObjectiveKind::Kto || self.loader.mixture.sets().len() > 1;
         // A resumed run may be within an epoch.
         let mut epochs = if loader.position().row == 0 { 1_usize } else { 2 };
@@ -205,7 +206,9 @@ impl Trainer {
             left = if epochs == 0 && !every { 0 } else { left - 1 };
             Some((Split::Train, batch.clone()))
         });
-        validation.chain(training).flat_map(move |(split, batch)| objective.referred(batch).map(move |it| (split, it)))
+        validation
+            .chain(training)
+            .flat_map(move |(split, batch)| objective.referred(batch, seq_len).map(move |it| (split, it)))
     }
 
     /// The log-probabilities in the run's folder; `None` if there is no file, or one of other data.

@@ -194,6 +194,8 @@ pub struct Objective {
     weights: Vec<f32>,
     /// The reference's log-probability of each sequence; of each target for sampled completions.
     reference_logps: Vec<f64>,
+    /// The policy's log-probability of each target of sampled completions without dropout; empty if there is none.
+    policy_logps: Vec<f64>,
     /// KTO's estimate of the divergence from the reference.
     kl: f64,
     sums: LossSums,
@@ -220,6 +222,11 @@ impl BatchPass<'_> {
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
         Ok(with_losses(workspace.losses(), f)?)
+    }
+
+    /// The log-probability of each target.
+    fn target_logps(self, mode: ForwardMode, workspace: &mut Workspace) -> Result<Vec<f64>> {
+        self.with_losses(mode, workspace, |losses| losses.iter().map(|loss| -f64::from(*loss)).collect())
     }
 
     /// The log-probability of each sequence and its number of targets.
@@ -263,13 +270,16 @@ impl Objective {
         batches.iter().map(of_batch).sum()
     }
 
-    /// Computes the reference's log-probabilities of a micro-batch, and KTO's estimate, before its forward pass.
+    /// Computes the reference's log-probabilities of a micro-batch, KTO's estimate, and the policy's log-probabilities
+    /// without dropout, before its forward pass.
     pub(super) fn refer(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<()> {
         self.reference_logps = match self.settings.needs_reference() {
             true if self.settings.kind.samples_completions() => self.reference.read_targets(pass, workspace)?,
             true => self.reference.read(pass, workspace, split)?,
             false => Vec::new(),
         };
+        let drops = self.settings.kind.samples_completions() && pass.model.spec().has_dropout();
+        self.policy_logps = if drops { pass.target_logps(ForwardMode::Eval, workspace)? } else { Vec::new() };
         self.kl = match self.mismatched(pass.batch, workspace.seq_len()) {
             Some(batch) => self.estimate_kl(BatchPass { batch: &batch, ..pass }, workspace, split)?,
             None => 0.0,
@@ -409,11 +419,13 @@ impl Objective {
         self.sums.push(ObjectiveMetric::MeanLength, length as f64);
         self.sums.push(ObjectiveMetric::ClippedRatio, f64::from(u8::from(is_cut)));
         let share = if self.settings.kind == ObjectiveKind::Grpo { 1.0 / length.max(1) as f64 } else { 1.0 };
-        let old = |at: usize| batch.old_logps.get(at).map_or(-f64::from(losses[at]), |old| f64::from(*old));
+        // Ratios compare policies, so they are without dropout, which only the gradient has.
+        let logp = |at: usize| self.policy_logps.get(at).copied().unwrap_or(-f64::from(losses[at]));
+        let old = |at: usize| batch.old_logps.get(at).map_or(logp(at), |old| f64::from(*old));
         let difference = |at: usize| batch.sampled_logps.get(at).map_or(0.0, |sampled| old(at) - f64::from(*sampled));
         let correction = sampling_correction(&self.settings, targets().map(difference).sum());
         for at in targets() {
-            let logp = -f64::from(losses[at]);
+            let logp = logp(at);
             let token = SampledToken { logp, old: old(at), reference: self.reference_logps.get(at).copied() };
             let found = token_loss(&self.settings, token, advantage, correction);
             self.weights[at] = (-found.slope * share) as f32;

@@ -639,6 +639,26 @@ fn grpo_run(iterations: usize, beta: f64) -> Config {
     config
 }
 
+/// Regression: the noise of dropout counted as a difference of the sampler, and as a change of the policy.
+#[test]
+fn dropout_changes_no_ratio_of_a_policy_that_has_not_changed() {
+    for iterations in [1, 2] {
+        let mut config = grpo_run(iterations, 0.1);
+        config.dtype = PrecisionPolicy::FP32;
+        config.dropout.residual = 0.1;
+        config.optimizer.lr = 1e-12;
+        let events = train(1, &config, tempfile::tempdir().unwrap().path(), None);
+        let steps = events.iter().filter_map(|event| if let Event::Step(step) = event { step.objective } else { None });
+        for metrics in steps {
+            assert_eq!(metrics.get(ObjectiveMetric::ClipRatio), Some(0.0), "{iterations} iterations");
+            for metric in [ObjectiveMetric::SamplingLogpDifference, ObjectiveMetric::Kl] {
+                let found = metrics.get(metric).unwrap();
+                assert!(found < 1e-4, "{metric:?}, {iterations} iterations: {found}");
+            }
+        }
+    }
+}
+
 /// Also with a checkpoint between two updates on the same completions, and with the first step repeated after
 /// overflows.
 #[test]

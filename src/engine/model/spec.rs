@@ -445,6 +445,13 @@ impl ModelSpec {
         ProductSpec { op: ModuleOp::Router, inputs, outputs, bias: self.biases.mlp }
     }
 
+    /// Whether a rate of dropout is above 0.
+    pub fn has_dropout(&self) -> bool {
+        let DropoutRates { embedding, residual, attention } = self.dropout;
+        let adapters = self.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        [embedding, residual, attention, adapters].into_iter().any(|rate| rate > 0.0)
+    }
+
     /// All products of a block with attention or this recurrence as files have them.
     fn products(&self, recurrence: Option<Recurrence>) -> Vec<ProductSpec> {
         let mut products = self.linears(recurrence);

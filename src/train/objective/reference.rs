@@ -101,12 +101,11 @@ impl ReferenceLogps {
 impl Reference {
     /// The log-probability of each target. Overwrites the buffers.
     pub(super) fn read_targets(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace) -> Result<Vec<f64>> {
-        let logps = |losses: &[f32]| losses.iter().map(|loss| -f64::from(*loss)).collect();
         match self {
-            Self::Base => pass.with_losses(ForwardMode::Base, workspace, logps),
+            Self::Base => pass.target_logps(ForwardMode::Base, workspace),
             Self::Model(it) => {
                 let pass = BatchPass { model: &it.model, weights: &it.weights, batch: pass.batch };
-                pass.with_losses(ForwardMode::Eval, &mut it.workspace, logps)
+                pass.target_logps(ForwardMode::Eval, &mut it.workspace)
             }
             Self::Stored(_) => Err(Error::engine("sampled completions have no stored reference")),
         }

@@ -127,7 +127,9 @@ impl Summary {
         let log = path.join("events.jsonl");
         let started = started(&log);
         let last = last_records(&log, LOG_END).next();
-        let total_steps = started.as_ref().map_or(0, |started| started.total_steps);
+        let steps = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
+        // Repeated steps may have raised the number.
+        let total_steps = started.as_ref().map_or(0, |started| started.total_steps.max(steps));
         let checkpoints = list(path).unwrap_or_default();
         let process = started.and_then(|started| started.process);
         let state = match last.as_ref().map(|last| &last.event) {
@@ -142,7 +144,7 @@ impl Summary {
             run: name_of(path),
             last_written: last.as_ref().map(|last| last.t).filter(|time| *time > 0),
             model: config.map(|config| format!("{} {}", base_name(&config.model), config.dtype.compute)),
-            steps: last.and_then(|last| last.event.step()).unwrap_or(0),
+            steps,
             total_steps,
             best_loss: by_loss(&checkpoints).next().and_then(CheckpointEntry::validation_loss),
             bytes: size_of_folder(path),

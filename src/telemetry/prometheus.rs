@@ -93,6 +93,7 @@ impl Sink for Prometheus {
                 newest.values.extend([("total_steps", started.total_steps as f64), ("running", 1.0)]);
             }
             Event::Step(step) => {
+                newest.values.extend(step.total_steps.map(|total| ("total_steps", total as f64)));
                 newest.values.extend([
                     ("step", step.step as f64),
                     ("updates_total", step.updates as f64),

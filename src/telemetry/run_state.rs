@@ -265,6 +265,9 @@ impl RunState {
         if matches!(self.phase, Phase::Waiting | Phase::Lost) {
             self.phase = Phase::Running;
         }
+        if let (Some(started), Some(total)) = (&mut self.started, step.total_steps) {
+            started.total_steps = total;
+        }
         self.tally.step(&step, self.started.as_ref());
         self.curves.step(&step, s, std::array::from_fn(|window| self.tally.smoothed(window)));
         self.pace.step(step.step, s);

@@ -97,8 +97,11 @@ struct LoopState {
     early_stopping_counter: u64,
     /// Whether early stopping ended the run at the checkpoint that it is resumed from.
     stopped_early: bool,
-    /// Steps attempted minus those that the data seen so far takes with the current batch size, since it last changed.
+    /// Steps attempted minus those that the data seen so far takes with the current batch size, since it last changed;
+    /// without `repeated_steps`.
     extra_steps: i64,
+    /// Steps whose batches the next step repeats.
+    repeated_steps: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     /// The state of the checkpoint that the run is resumed from, until it begins.
@@ -329,15 +332,18 @@ impl Trainer {
     /// Lets a run of a number of epochs end with them although an earlier part had another batch size.
     fn count_extra_steps(&mut self, state: &State) {
         let train = &self.config.train;
+        let repeated = state.schedule.get("repeated_steps").and_then(Value::as_u64).unwrap_or(0);
+        self.progress.repeated_steps = repeated;
         self.progress.extra_steps = if self.progress.changes.is_empty() {
             state.schedule.get("extra_steps").and_then(Value::as_i64).unwrap_or(0)
         } else {
             let steps = self.loader.steps_to_position(train.grad_accum) * self.config.objective.iterations();
-            state.step as i64 - steps as i64
+            state.step.saturating_sub(repeated) as i64 - steps as i64
         };
         if train.steps.is_none() {
             self.total_steps = self.total_steps.saturating_add_signed(self.progress.extra_steps);
             self.engine.schedule = self.config.lr_schedule(self.total_steps);
+            self.total_steps += repeated;
         }
     }
 
@@ -574,10 +580,10 @@ impl Trainer {
         let mut context = StepContext { config, batches, report, first_nonfinite: None, events: Vec::new() };
         self.callbacks.end.iter().try_for_each(|end| end(&mut self.engine, &mut context))?;
         let StepContext { report, first_nonfinite, events, .. } = context;
-        self.measure_after_last(&report)?;
         self.log_throughput(report.targets);
         let elapsed = began.elapsed().saturating_sub(waited);
         let diverged = self.log_step(position, &report, first_nonfinite.map(|(found, _)| found), elapsed);
+        self.measure_after_last(&report)?;
         for event in events {
             self.emitter.emit(event);
         }

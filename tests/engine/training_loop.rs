@@ -3,6 +3,7 @@
 
 use crate::common::compare;
 use crate::common::of_kind;
+use crate::distributed::train;
 use crate::run::{self, attach, steps};
 use candle_core::Device;
 use finetune::data::Batch;
@@ -11,10 +12,10 @@ use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::KernelBackend;
 use finetune::engine::model::{Checkpointing, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::MasterWeights;
-use finetune::precision::{PrecisionPolicy, PrecisionUnit};
+use finetune::precision::{OnOverflow, PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, latest_valid};
-use finetune::telemetry::{Activity, Command, Event, FinishReason, FlushedTensor};
-use finetune::train::{Config, DataSets, SetupEvent, Trainer, engine, verify_resume};
+use finetune::telemetry::{Activity, Command, Event, FinishReason, FlushedTensor, StepRecord, StepStatus};
+use finetune::train::{Config, DataSets, Interval, SetupEvent, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -47,6 +48,48 @@ fn prompts(folder: &Path, prompt: &str) -> String {
     let path = folder.join("prompts.jsonl");
     std::fs::write(&path, line.repeat(400)).unwrap();
     path.display().to_string()
+}
+
+/// Regression: repeated steps counted as steps of the epoch, whose last batches were not read. A resumed run has the
+/// same learning rates, also with other batches.
+#[test]
+fn an_epoch_ends_with_its_data_if_steps_are_repeated() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = run::config(PrecisionPolicy::FP16, (1, 32));
+    let rows = (0..9).map(|row| format!("{{\"prompt\": \"{row}\", \"completion\": \"y\"}}\n"));
+    std::fs::write(folder.path().join("rows.jsonl"), rows.collect::<String>()).unwrap();
+    config.data = DataSets::One(folder.path().join("rows.jsonl").display().to_string());
+    config.val = Some("none".into());
+    (config.train.epochs, config.train.steps) = (Some(1.0), None);
+    (config.checkpoint.save_every, config.checkpoint.keep_last) = (Interval::Steps(1), 99);
+    config.scaler.on_overflow = OnOverflow::Retry;
+    let trained = |name: &str, config: &Config, from: u64| {
+        let checkpoint = folder.path().join(format!("whole/step-{from:06}"));
+        let events = train(1, config, &folder.path().join(name), (from > 0).then_some(&*checkpoint));
+        steps(&events).cloned().collect::<Vec<_>>()
+    };
+    let rates = |steps: &[StepRecord]| {
+        let applied = steps.iter().filter(|step| step.outcome == StepStatus::Applied);
+        applied.map(|step| step.lr).collect::<Vec<_>>()
+    };
+    config.scaler.init_scale = 1024.0;
+    let expected = trained("without overflows", &config, 0);
+    assert_eq!(expected.len(), 9);
+    config.scaler.init_scale = 2f32.powi(23);
+    let whole = trained("whole", &config, 0);
+    let last = whole.last().unwrap();
+    assert!(last.skipped > 1 && last.updates == 9 && last.epoch == 1.0, "{last:?}");
+    assert_eq!(rates(&whole), rates(&expected));
+    for from in [1, last.step - 4] {
+        // Some figures are NaN.
+        let resumed = trained(&format!("from {from}"), &config, from);
+        assert_eq!(format!("{resumed:?}"), format!("{:?}", &whole[from as usize..]));
+    }
+    config.train.batch_size = 3;
+    let sixth = whole.iter().find(|step| step.updates == 6).unwrap().step;
+    let wider = trained("wider", &config, sixth);
+    let last = wider.last().unwrap();
+    assert_eq!((last.updates, last.epoch), (7, 1.0), "{last:?}");
 }
 
 #[test]

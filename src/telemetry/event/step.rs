@@ -73,6 +73,9 @@ pub struct StepRecord {
     /// The part of the update that 16-bit weights show, if it was counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lost_updates: Option<UpdateCounts>,
+    /// Steps the run will attempt, if this step has changed their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_steps: Option<u64>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
     /// Statistics per tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.

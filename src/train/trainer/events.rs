@@ -42,6 +42,9 @@ impl Trainer {
         let at_min_scale = matches!(report.change, ScaleChange::AtMinScale { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_min_scale {
             self.progress.retry = Some(position);
+            self.progress.repeated_steps += 1;
+            // A number of epochs ends with its data.
+            self.total_steps += u64::from(self.config.train.steps.is_none());
         }
         self.progress.last_loss = Some(report.loss);
         let (state, grad_stats) = (&self.engine.state, &self.engine.grad_stats);
@@ -85,6 +88,7 @@ impl Trainer {
                 tensor.lost_updates = Some(*counts).filter(|counts| counts.elements > 0);
             }
         }
+        let extended = self.progress.retry.is_some() && self.config.train.steps.is_none();
         let milliseconds = |duration: Duration| duration.as_secs_f64() * 1e3;
         let process = ProcessStats::now();
         let record = StepRecord {
@@ -116,6 +120,7 @@ impl Trainer {
             cpu_seconds: process.cpu_seconds,
             gpu: self.gpu.as_ref().and_then(GpuSampler::newest),
             lost_updates,
+            total_steps: extended.then_some(self.total_steps),
             tensors,
         };
         self.emitter.emit(Event::Step(Box::new(record)));
@@ -220,6 +225,7 @@ impl Trainer {
         let tokens_per_step = (config.objective.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
         let steps = self.total_steps.saturating_add_signed(self.progress.extra_steps.saturating_neg());
+        let steps = steps.saturating_sub(self.progress.repeated_steps);
         let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
         let schedule = &self.engine.schedule;
         let run = self.run.as_ref().and_then(|run| run.path().file_name());
@@ -275,7 +281,7 @@ impl Trainer {
         let schedule = &self.engine.schedule;
         let (Some(updates), skipped) = (counters.updates.checked_sub(1), counters.skipped()) else { return };
         let last = schedule.lr(updates);
-        let planned = schedule.lr(counters.step - 1);
+        let planned = schedule.lr(schedule.total_updates.saturating_sub(1));
         if counters.step == self.total_steps && last > NOTABLE_RATE * planned {
             self.warn(format!(
                 "the learning rate ended at {last:.1e} instead of {planned:.1e}: its schedule does not count skipped \

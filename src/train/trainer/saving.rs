@@ -369,6 +369,9 @@ impl Trainer {
         if self.progress.extra_steps != 0 {
             schedule["extra_steps"] = self.progress.extra_steps.into();
         }
+        if self.progress.repeated_steps != 0 {
+            schedule["repeated_steps"] = self.progress.repeated_steps.into();
+        }
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
         Ok(State {
             format_version: FORMAT_VERSION,

@@ -145,6 +145,10 @@ fn check(params: &ParamsAdamW) -> CandleResult<()> {
             candle_core::bail!("`{name}` of `AdamW` is {value}; it must be finite, and 0 or more");
         }
     }
+    // Moments are FP32, and 0 without a gradient.
+    if eps as f32 == 0.0 {
+        candle_core::bail!("`eps` of `AdamW` is {eps}, 0 in FP32; it must be above 0, because 0 / 0 is NaN");
+    }
     for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
         if !(0.0..1.0).contains(&beta) {
             candle_core::bail!("`{name}` of `AdamW` is {beta}; it must be 0 or more, and below 1");

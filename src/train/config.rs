@@ -415,6 +415,10 @@ impl Config {
         if self.optimizer.lr == 0.0 {
             return Err(Error::config("optimizer.lr", "0 would change nothing; use a number above 0"));
         }
+        if self.optimizer.eps as f32 == 0.0 {
+            let message = "0 in FP32 would make parameters without a gradient NaN; use a larger number, such as 1e-8";
+            return Err(Error::config("optimizer.eps", message));
+        }
         let from_stdin = self.sources()?.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
         if from_stdin + usize::from(self.val.as_deref() == Some("-")) > 1 {
             return Err(Error::config("data", "`-` is named twice, but standard input can be read only once"));
@@ -583,6 +587,16 @@ mod tests {
         for typed in [("train.steps", "0"), ("train", "{ steps = 0 }")] {
             assert!(message("[train]\nsteps = 9", &[typed]).starts_with("train.steps"));
         }
+    }
+
+    /// Regression: the first update made the embeddings of unused tokens NaN.
+    #[test]
+    fn an_epsilon_that_fp32_rounds_to_0_is_refused() {
+        for eps in ["0.0", "1e-50"] {
+            let message = resolve("", &[("optimizer.eps", eps)]).unwrap_err().to_string();
+            assert!(message.starts_with("optimizer.eps: 0 in FP32"), "{message}");
+        }
+        resolve("", &[("optimizer.eps", "1e-40")]).unwrap();
     }
 
     /// N5: `--epochs 1` of the built-in run was 600 steps.

@@ -319,7 +319,7 @@ settings! {
         lr: f64 = 5e-5, within(0.0, 10.0), flag("lr", Training, 2, "X");
         /// Decay rates of Adam's moments (beta1, beta2).
         betas: [f64; 2] = [0.9, 0.95], within(0.0, 1.0 - 1e-9);
-        /// Adam's epsilon, added to the root of the second moment.
+        /// Adam's epsilon above 0, added to the root of the second moment.
         eps: f64 = 1e-8, within(0.0, 1.0);
         /// Decoupled weight decay of parameters with two or more dimensions.
         weight_decay: f64 = 0.01, within(0.0, 100.0), flag("weight-decay", Training, 2, "X"),

@@ -313,6 +313,8 @@ fn settings_that_ruin_every_weight_are_refused() {
         (ParamsAdamW { lr: f64::INFINITY, ..fine.clone() }, "lr"),
         (ParamsAdamW { beta2: 1.0, ..fine.clone() }, "beta2"),
         (ParamsAdamW { eps: -1.0, ..fine.clone() }, "eps"),
+        (ParamsAdamW { eps: 0.0, ..fine.clone() }, "eps"),
+        (ParamsAdamW { eps: 1e-50, ..fine.clone() }, "eps"),
     ] {
         let var = Var::zeros(4, DType::F32, &CPU).unwrap();
         let message = AdamW::new(vec![var], params).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! The data source of objectives that reward completions: replaces a batch of prompts by groups of completions, which
 //! the current weights generate and a [`Reward`] judges.
 //!
-//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group.
+//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the step.
 //! So each of several processes samples a part of the prompts.
 
 use crate::data::{Batch, EvalLoader, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
@@ -19,6 +19,7 @@ use crate::train::trainer::on_leader;
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// The most characters of a prompt in an error.
@@ -266,13 +267,15 @@ impl Rollouts {
         let count = if temperature.is_some() { 1 } else { self.settings.num_generations };
         let base = Sampling { temperature: temperature.unwrap_or(1.0), seed: self.seed, ..Sampling::default() };
         let updates = engine.state.counters.updates;
-        let samplings: Vec<Vec<Sampling>> = groups
-            .iter()
-            .map(|group| {
-                let of = |number: usize| base.of_completion(updates, group.index as u32, number as u32);
-                (0..count).map(of).collect()
-            })
-            .collect();
+        // A mixture may repeat a prompt in a step.
+        let mut sampled = HashMap::<u64, usize>::new();
+        let mut seeds_of = |group: &&mut CompletionGroup| -> Vec<Sampling> {
+            let next = sampled.entry(group.index).or_default();
+            let first = *next;
+            *next += count;
+            (first..*next).map(|number| base.of_completion(updates, group.index as u32, number as u32)).collect()
+        };
+        let samplings: Vec<Vec<Sampling>> = groups.iter().map(&mut seeds_of).collect();
         let (group, weights) = (&engine.group, &engine.state.weights);
         let model = ModelView { decoder: &engine.model, weights, policy: self.policy };
         let own = || (group.rank()..groups.len()).step_by(group.world_size());

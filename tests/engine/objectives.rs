@@ -24,7 +24,7 @@ use finetune::train::{
     ReferenceModel, RolloutRecord, Split, TrainEngine, Trainer, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -746,6 +746,25 @@ fn a_step_on_old_completions_has_the_old_batches() {
     let message = resume(1).unwrap_err().to_string();
     assert!(message.contains("`train.grad_accum` was 3 and is now 2, but its next step uses"), "{message}");
     resume(2).unwrap();
+}
+
+/// Regression: each repetition of a prompt in a step got the same completions.
+#[test]
+fn a_prompt_that_a_mixture_repeats_in_a_step_gets_other_completions() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("one.jsonl");
+    std::fs::write(&data, "{\"prompt\": \"1+1\"}\n").unwrap();
+    let mut config = grpo_run(1, 0.0);
+    config.data = DataSets::Several(vec![format!("{}=0.5", data.display()), "sums=0.5".into()]);
+    config.val = Some("none".into());
+    config.train.steps = Some(2);
+    train(1, &config, folder.path(), None);
+    let text = std::fs::read_to_string(folder.path().join("rollouts.jsonl")).unwrap();
+    let records = || text.lines().map(|line| serde_json::from_str::<RolloutRecord>(line).unwrap());
+    let repeated = records().filter(|record| record.step == 1 && record.prompt.contains("1+1")).count();
+    assert!(repeated > 3, "one group of three tests nothing");
+    let seeds = records().map(|record| record.seed).collect::<BTreeSet<_>>();
+    assert_eq!(seeds.len(), records().count());
 }
 
 /// An epoch ends with the last of the steps on its last completions.

@@ -11,8 +11,8 @@ const RATES: [f64; 2] = [1e-7, 1.0];
 const SMOOTHING: f64 = 0.9;
 /// The suggested rate divides the rate of the lowest loss by this.
 const MARGIN: f64 = 10.0;
-/// A lowest loss that is not below this share of the first one is noise.
-const NOTABLE: f64 = 0.99;
+/// A fall of the loss by less than this share of the first one is noise.
+const NOTABLE: f64 = 0.01;
 
 /// Learning rates with the losses before their updates, smoothed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,7 +46,7 @@ impl LrRangeTest {
     pub fn suggestion(&self) -> Option<f64> {
         let (_, first) = self.points.first()?;
         let (lr, lowest) = self.lowest()?;
-        (lowest < NOTABLE * first).then(|| format!("{:.0e}", lr / MARGIN).parse().ok()).flatten()
+        (first - lowest > NOTABLE * first.abs()).then(|| format!("{:.0e}", lr / MARGIN).parse().ok()).flatten()
     }
 }
 
@@ -115,7 +115,10 @@ mod tests {
 
     #[test]
     fn a_loss_that_does_not_fall_suggests_nothing() {
-        assert_eq!(test_of(|lr| 4.0 + lr).suggestion(), None);
+        for first in [4.0, -4.0] {
+            assert_eq!(test_of(|lr| first + lr).suggestion(), None);
+            assert_eq!(test_of(|lr| first - 0.009 * 4.0 * (lr / 1e-2).min(1.0)).suggestion(), None);
+        }
         assert_eq!(LrRangeTest::default().suggestion(), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Rows of tokens to batches, in an order that is a function of the seed and the epoch.
 //!
-//! Every token of a text except the first is a label once per epoch, regardless of the batch size. The last window may
-//! be short, and the last batch may have fewer rows: their labels are padded with [`IGNORE_INDEX`].
+//! Every token of a text except the first is a label once per epoch, regardless of the batch size. The last batch may
+//! have fewer rows, and the last window may be short: its labels are padded with [`IGNORE_INDEX`].
 //!
 //! Rows of samples differ in length. Buckets of 1,024 consecutive rows of the epoch's order are sorted by length, so
 //! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a bucket are
@@ -105,15 +105,21 @@ impl Batch {
         batch
     }
 
+    /// Rows and columns.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.batch_size, self.seq_len)
+    }
+
     /// The inputs in the form that a model takes.
     pub fn tokens(&self) -> InputIds<'_> {
         let documents = (!self.document_starts.is_empty()).then_some(&self.document_starts[..]);
         InputIds { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
-    /// Fills row after row with the rows of `groups` of `mixture`, and pads those that are left.
+    /// Fills row after row with the rows of `groups` of `mixture`.
     fn fill(&mut self, mixture: &Mixture, groups: impl Iterator<Item = GroupId> + Clone) {
         let rows = mixture.rows_of(groups);
+        self.batch_size = rows.clone().count();
         let seq_len = mixture.columns(rows.clone().map(|(_, index, row)| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
         for (ids, padding) in [(&mut self.inputs, 0), (&mut self.labels, IGNORE_INDEX)] {
@@ -141,7 +147,6 @@ impl Batch {
             }
             self.row_lens.push(at - row_index * seq_len);
         }
-        self.row_lens.resize(self.batch_size, 0);
         self.num_label_tokens = self.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
     }
 }
@@ -220,7 +225,6 @@ impl BatchLoader {
 
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.any().group_rows());
         let DataPosition { epoch, row, sorted_for: began_with } = self.position;
         let rows = self.rows_per_epoch();
         let mut end = (row + self.batch_size as u64).min(rows);
@@ -272,7 +276,7 @@ impl BatchLoader {
         self.mixture.groups()
     }
 
-    /// Micro-batches per epoch; the last one may be padded.
+    /// Micro-batches per epoch; the last one may have fewer rows.
     pub fn batches_per_epoch(&self) -> u64 {
         self.rows_per_epoch().div_ceil(self.batch_size as u64)
     }
@@ -335,7 +339,6 @@ impl EvalLoader {
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.any().group_rows());
         if self.read == self.groups.len() {
             return false;
         }
@@ -493,7 +496,9 @@ mod tests {
         let mut seen = Vec::new();
         while loader.position().epoch == 0 {
             loader.next_batch(&mut batch);
-            assert_eq!((batch.batch_size, batch.inputs.len()), (10, 10 * batch.seq_len));
+            // No row of a batch is empty.
+            let rows = if batch.ends_epoch { 4 } else { 10 };
+            assert_eq!((batch.batch_size, batch.inputs.len()), (rows, rows * batch.seq_len));
             for (row, Sequence { labels, index, role }) in batch.sequences.iter().enumerate() {
                 assert_eq!(
                     (labels.start, *role),

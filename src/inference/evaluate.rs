@@ -116,10 +116,8 @@ pub fn evaluate(
         // the length.
         let seq_len = length(first);
         let indices = (first..count).take(batch_size).take_while(|&index| length(index) == seq_len);
-        let (ids, labels) = (&mut ids[..batch_size * seq_len], &mut labels[..batch_size * seq_len]);
-        // Unused rows have no labels.
-        ids.fill(0);
-        labels.fill(IGNORE_INDEX);
+        let rows = indices.clone().count();
+        let (ids, labels) = (&mut ids[..rows * seq_len], &mut labels[..rows * seq_len]);
         for (index, (ids, labels)) in indices.zip(ids.chunks_exact_mut(seq_len).zip(labels.chunks_exact_mut(seq_len))) {
             let (start, done) = windows.position(index);
             tokens.read_inputs(start, ids);
@@ -128,7 +126,7 @@ pub fn evaluate(
             first = index + 1;
         }
         let mut narrow = None;
-        let workspace = workspace.for_seq_len(seq_len, &mut narrow)?;
+        let workspace = workspace.for_shape((rows, seq_len), &mut narrow)?;
         decoder.forward(weights, InputIds::new(ids, seq_len), ForwardMode::Eval, workspace, &mut ())?;
         loss += decoder.loss(weights, labels, workspace)?;
         predicted += labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
@@ -157,7 +155,7 @@ fn evaluate_samples(
     let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
     while batches.next_batch(&mut batch) {
         let mut narrow = None;
-        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        let workspace = workspace.for_shape(batch.shape(), &mut narrow)?;
         decoder.forward(weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
         loss += decoder.loss(weights, &batch.labels, workspace)?;
         predicted += batch.num_label_tokens as u64;

@@ -226,7 +226,7 @@ impl<'a> CheckPasses<'a> {
         let Self { model, workspace, grads } = self;
         let tokens = batch.tokens();
         let mut narrow = None;
-        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        let workspace = workspace.for_shape(batch.shape(), &mut narrow)?;
         let seed = scale / batch.num_label_tokens as f32;
         let grads = grads.micro_batch_grads();
         model.forward(weights, tokens, ForwardMode::Eval, workspace, hook)?;

@@ -218,7 +218,7 @@ impl BatchPass<'_> {
         f: impl FnOnce(&[f32]) -> R,
     ) -> Result<R> {
         let mut narrow = None;
-        let workspace = workspace.for_seq_len(self.batch.seq_len, &mut narrow)?;
+        let workspace = workspace.for_shape(self.batch.shape(), &mut narrow)?;
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
         Ok(with_losses(workspace.losses(), f)?)

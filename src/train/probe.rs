@@ -44,8 +44,8 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let scale = passes.scaler.scale();
     let spec = model.spec();
     let device = state.weights.device();
-    let shape = (batch.batch_size, batch.seq_len);
-    let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Checkpointing::None, &device)?;
+    let mut workspace =
+        Workspace::for_training(spec, PrecisionPolicy::FP32, batch.shape(), Checkpointing::None, &device)?;
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1)?;
     let [factors, exact_factors] =
         [scale, 1.0].map(|scale| LossFactors::new(scale, passes.objective, slice::from_ref(batch)));

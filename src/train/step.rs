@@ -66,7 +66,7 @@ impl Passes<'_> {
         let clock = Instant::now();
         objective.refer(pass, self.workspace, Split::Train)?;
         let mut narrow = None;
-        let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        let workspace = self.workspace.for_shape(batch.shape(), &mut narrow)?;
         let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
         let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
         let weighs_after_forward = objective.settings.kind.needs_log_probs();

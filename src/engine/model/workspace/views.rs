@@ -1,4 +1,4 @@
-//! Views of a workspace's buffers for shorter sequences, so that the work of a batch depends on its length.
+//! Views of a workspace's buffers for fewer or shorter sequences, so that the work of a batch depends on its size.
 
 use super::{
     BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, Routing,
@@ -11,25 +11,30 @@ use std::cell::RefCell;
 type TakeRows<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
 
 impl Workspace {
-    /// These buffers for sequences of `seq_len` tokens: unchanged, or as views stored in `narrow`.
-    pub fn for_seq_len<'a>(&'a mut self, seq_len: usize, narrow: &'a mut Option<Self>) -> Result<&'a mut Self> {
-        if seq_len == self.seq_len {
+    /// These buffers for `batch` sequences of `seq_len` tokens: unchanged, or as views stored in `narrow`.
+    pub fn for_shape<'a>(
+        &'a mut self,
+        (batch, seq_len): (usize, usize),
+        narrow: &'a mut Option<Self>,
+    ) -> Result<&'a mut Self> {
+        if (batch, seq_len) == (self.batch, self.seq_len) {
             return Ok(self);
         }
-        Ok(narrow.insert(self.narrow(seq_len)?))
+        Ok(narrow.insert(self.narrow((batch, seq_len))?))
     }
 
-    /// Views of the first rows of these buffers, for the same number of sequences of `seq_len` tokens or fewer.
-    pub fn narrow(&self, seq_len: usize) -> Result<Self> {
-        if seq_len == 0 || seq_len > self.seq_len {
-            bail!("sequences of {seq_len} tokens in buffers for {}", self.seq_len);
+    /// Views of the first rows of these buffers, for `batch` sequences of `seq_len` tokens: no more than they hold.
+    pub fn narrow(&self, (batch, seq_len): (usize, usize)) -> Result<Self> {
+        if !(1..=self.batch).contains(&batch) || !(1..=self.seq_len).contains(&seq_len) {
+            bail!("{batch} sequences of {seq_len} tokens in buffers for {} × {}", self.batch, self.seq_len);
         }
-        let rows: TakeRows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
+        let [all, taken] = [self.batch * self.seq_len, batch * seq_len];
+        let rows: TakeRows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / all * taken);
         let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
         Ok(Self {
             policy: self.policy,
             purpose: self.purpose,
-            batch: self.batch,
+            batch,
             seq_len,
             documents: Vec::new(),
             short_ropes: false,
@@ -145,7 +150,7 @@ mod tests {
             // A dynamic base grows with the longest sequence so far.
             let lengths = if model_type == "llama" { vec![1, 8] } else { vec![1, 8, 9, 15] };
             for seq_len in lengths {
-                let narrow = long.narrow(seq_len).unwrap();
+                let narrow = long.narrow((1, seq_len)).unwrap();
                 assert_eq!(table(narrow, None), table(of_length(seq_len), None), "{seq_len} tokens");
             }
             let short = table(of_length(8), None);

@@ -160,7 +160,7 @@ impl ChatFormat {
     /// The format of the template `source`; `origin` is its name in error messages.
     pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Self {
         let made = TemplateSandbox::new(source, origin, tokens).and_then(|template| {
-            let (name, mask) = choose_mask(&template, tokens)?;
+            let (name, mask) = choose_mask(&template, tokens, true)?;
             Ok((name, ChatRenderer { template, mask }))
         });
         let (name, renderer) = match made {
@@ -252,15 +252,20 @@ impl ChatFormat {
     }
 }
 
-/// Finds the answers' ranges in the text of `template`, with a description of their source.
-fn choose_mask(template: &TemplateSandbox, tokens: &TemplateTokens) -> Result<(String, Option<Mask>)> {
+/// Finds the answers' ranges in the text of `template`, with a description of their source. If the
+/// probes find nothing `with_tools`, they are written without.
+fn choose_mask(
+    template: &TemplateSandbox,
+    tokens: &TemplateTokens,
+    with_tools: bool,
+) -> Result<(String, Option<Mask>)> {
     if template.template.has_generation_blocks {
         return Ok(("the template's generation blocks".into(), Some(Mask::Blocks)));
     }
     let mut texts = Vec::new();
     for (messages, variables) in PROBES {
         let conversation = Conversation::from_json(messages)?;
-        let variables = variables.and_then(|variables| read_json(variables).ok());
+        let variables = variables.filter(|_| with_tools).and_then(|variables| read_json(variables).ok());
         match template.try_render(&conversation, variables.as_ref(), false) {
             Ok(Ok(own)) => texts.push((conversation, variables, own.text)),
             // Each further probe would take as long.
@@ -279,6 +284,8 @@ fn choose_mask(template: &TemplateSandbox, tokens: &TemplateTokens) -> Result<(S
     }
     Ok(if texts.iter().any(|(_, _, text)| harmony::is_harmony(text)) {
         ("the messages of the Harmony format".into(), Some(Mask::Text))
+    } else if with_tools {
+        return choose_mask(template, tokens, false);
     } else {
         ("nothing".into(), None)
     })

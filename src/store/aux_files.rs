@@ -52,8 +52,8 @@ impl AuxFiles {
     }
 
     /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in
-    /// `tokenizer_config.json`: a string, or the one named `default` in a list. Fails with [`Error::Model`] for a file
-    /// that is not UTF-8 or not JSON.
+    /// `tokenizer_config.json`: a string, or the one named `default` in a list, with `tool_use` for conversations with
+    /// tools. Fails with [`Error::Model`] for a file that is not UTF-8 or not JSON.
     pub fn chat(&self) -> Result<ChatSettings> {
         let config = self.json(TOKENIZER_CONFIG)?;
         let token = |key| special_token(&config, key).map(str::to_owned);
@@ -61,8 +61,9 @@ impl AuxFiles {
             Some(String::from_utf8(bytes.clone()).map_err(|_| Error::model(path.display(), "not UTF-8"))?)
         } else {
             let template = &config["chat_template"];
-            let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
-            template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str())).map(str::to_owned)
+            let named = |name| template.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+            let default = template.as_str().or_else(|| named("default"));
+            default.map(|default| named("tool_use").map_or_else(|| default.to_owned(), |tools| either(default, tools)))
         };
         Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
     }
@@ -106,6 +107,14 @@ impl AuxFiles {
     }
 }
 
+/// A template that writes conversations with tools like `tool_use`, and others like `default`.
+fn either(default: &str, tool_use: &str) -> String {
+    // A block removes the line feed after it and blanks before it; a template does not write its last line feed.
+    let [default, tool_use] =
+        [default, tool_use].map(|source| format!("\n{}{{{{ '' }}}}", source.strip_suffix('\n').unwrap_or(source)));
+    format!("{{% if tools is defined and tools is not none %}}{tool_use}{{% else %}}{default}{{% endif %}}")
+}
+
 /// A special token in a `tokenizer_config.json`: a string or an object.
 fn special_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
     let value = &config[key];
@@ -122,4 +131,48 @@ pub fn tokenizer_config(tokenizer: &Tokenizer) -> Value {
         "bos_token": end,
         "eos_token": end,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{ChatFormat, Conversation};
+    use minijinja::value::Serde;
+
+    fn format(default: &str, tool_use: &str) -> ChatFormat {
+        let named = |name: &str, template: &str| json!({"name": name, "template": template});
+        let config = json!({"chat_template": [named("default", default), named("tool_use", tool_use)]});
+        let mut files = AuxFiles::default();
+        files.insert(TOKENIZER_CONFIG, config.to_string());
+        files.chat().unwrap().format("model", &Tokenizer::byte())
+    }
+
+    /// As transformers chooses between two templates; both are written to the last blank.
+    #[test]
+    fn tools_select_the_template_for_tools() {
+        let tool_use = "\n{% if true %}\n{{ tools[0] }}:{% endif %}{{ messages[0].content }}\n  ";
+        let default = "  {% for m in messages %}\n{{ m.content }}\n\n  {%- endfor %}\n \n\n";
+        let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
+        for (variables, source) in
+            [(json!({}), default), (json!({"tools": null}), default), (json!({"tools": ["t"]}), tool_use)]
+        {
+            let variables = minijinja::Value::from(Serde(variables));
+            let render = |format: &ChatFormat| format.render(&chat, Some(&variables), true).unwrap().text;
+            let one = ChatFormat::new(source, "model", &TemplateTokens::default());
+            assert_eq!(render(&format(default, tool_use)), render(&one), "{variables}");
+        }
+    }
+
+    #[test]
+    fn a_template_for_tools_does_not_hide_the_answers_of_others() {
+        let chatml =
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}";
+        let format = format(chatml, &format!("{{{{ tools }}}}{chatml}"));
+        let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]"#;
+        let chat = Conversation::from_json(chat).unwrap();
+        assert_eq!(format.render(&chat, None, false).unwrap().assistant_ranges.len(), 1);
+        let tools = minijinja::Value::from(Serde(json!({"tools": ["t"]})));
+        let message = format.render(&chat, Some(&tools), false).unwrap_err().to_string();
+        assert!(message.contains("which locates the answers, writes"), "{message}");
+    }
 }

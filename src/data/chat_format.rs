@@ -227,9 +227,9 @@ impl ChatFormat {
                 ));
             }
             Some(Mask::Text) => {
-                let message =
-                    "a message or a tool contains `<|start|>`, which marks messages in the Harmony format; remove it";
-                let contents = conversation.messages.iter().chain(variables).map(ToString::to_string);
+                let message = "a message or a tool contains `<|start|>`, or an answer `<|end|>`, `<|return|>` or \
+                     `<|call|>`, which mark messages in the Harmony format; remove them";
+                let contents = conversation.messages.iter().chain(variables);
                 return harmony::marked(own.text, contents).ok_or_else(|| wrong(message));
             }
             Some(Mask::Blocks) => return Ok(own),

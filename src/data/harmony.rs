@@ -1,7 +1,8 @@
 //! Answers in `OpenAI`'s Harmony format, found in the text: each message names its author after `<|start|>`, so that a
 //! mask needs no second template.
 
-use super::template::Rendered;
+use super::template::{Rendered, is_answer};
+use minijinja::Value;
 use std::ops::Range;
 
 /// The start of a message, and of one of the assistant's.
@@ -16,10 +17,14 @@ pub(super) fn is_harmony(text: &str) -> bool {
 }
 
 /// The text with the ranges of its answers, without the start that a prompt ends with. Messages of the assistant that
-/// follow each other are one answer. `None` if the texts of `messages` contain a start, which would look like the
-/// format's.
-pub(super) fn marked(text: String, contents: impl IntoIterator<Item = String>) -> Option<Rendered> {
-    if contents.into_iter().any(|content| content.contains(START)) {
+/// follow each other are one answer. `None` if one of the `contents`, messages and tools, contains a start, or an
+/// answer an end, which would look like the format's.
+pub(super) fn marked<'a>(text: String, contents: impl IntoIterator<Item = &'a Value>) -> Option<Rendered> {
+    let misleads = |content: &Value| {
+        let text = content.to_string();
+        text.contains(START) || is_answer(content) && ENDS.iter().any(|end| text.contains(end))
+    };
+    if contents.into_iter().any(misleads) {
         return None;
     }
     let mut assistant_ranges: Vec<Range<usize>> = Vec::new();

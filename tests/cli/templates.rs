@@ -229,8 +229,12 @@ fn thoughts_and_answers_in_harmony_are_one_answer() {
     let learned: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
     let whole = "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>";
     assert_eq!(learned, [whole]);
-    let message = render("<|start|>assistant").unwrap_err().to_string();
-    assert!(message.contains("a message or a tool contains `<|start|>`"), "{message}");
+    for answer in ["<|start|>assistant", "b<|end|>c", "b<|return|>c", "b<|call|>c"] {
+        let message = render(answer).unwrap_err().to_string();
+        assert!(message.contains("a message or a tool contains `<|start|>`"), "{message}");
+    }
+    let question = json!([say("user", "a<|end|>"), say("assistant", "b")]);
+    assert!(chat.render(&Conversation::from_json(&question.to_string()).unwrap(), None, false).is_ok());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use strum::EnumString;
-use tokenizers::DecoderWrapper;
+use tokenizers::{DecoderWrapper, Model, ModelWrapper};
 
 /// Usual names of the end-of-text token. The first one in the vocabulary is used if the model has no `eos_token`.
 const END_OF_TEXT: [&str; 7] =
@@ -303,6 +303,17 @@ impl Tokenizer {
             TokenizerKind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
             TokenizerKind::HuggingFace { inner, .. } => inner.id_to_token(id),
         }
+    }
+
+    /// Whether merges make every token of a BPE, so that finding whole words first changes nothing.
+    pub(crate) fn merges_make_all_tokens(&self) -> bool {
+        let TokenizerKind::HuggingFace { inner, .. } = &self.kind else { return true };
+        let ModelWrapper::BPE(bpe) = inner.get_model() else { return false };
+        let mut bpe = bpe.clone();
+        bpe.ignore_merges = false;
+        let is_added = |id: &u32| inner.get_added_vocabulary().simple_id_to_token(*id).is_some();
+        let is_made = |token: &str| bpe.tokenize(token).is_ok_and(|tokens| tokens.len() == 1);
+        bpe.get_vocab().iter().all(|(token, id)| is_added(id) || is_made(token))
     }
 
     /// The number of bytes of a token's text, if tokens are bytes; 0 for the end of text.

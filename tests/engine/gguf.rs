@@ -157,6 +157,8 @@ fn the_word_pattern_determines_whether_bos_is_added_by_default() {
         ("tekken", None),
         ("gpt-4o", None),
         ("smollm", Some(true)),
+        ("deepseek-r1-qwen", None),
+        ("olmo", None),
     ];
     let added = cases.map(|(pattern, add)| {
         let mut metadata = metadata();
@@ -166,11 +168,17 @@ fn the_word_pattern_determines_whether_bos_is_added_by_default() {
         metadata.extend(add.map(|add| ("tokenizer.ggml.add_bos_token", Value::Bool(add))));
         let tokenizer = open(folder.path(), &file(&metadata, &[])).unwrap().tokenizer().unwrap();
         // Only some of the patterns keep `12` in a word.
-        let words: &[u32] = if matches!(pattern, "smollm" | "refact" | "qwen35" | "tekken") { &[5, 6] } else { &[7] };
+        let words: &[u32] = if matches!(pattern, "smollm" | "refact" | "qwen35" | "tekken" | "deepseek-r1-qwen") {
+            &[5, 6]
+        } else {
+            &[7]
+        };
         assert_eq!(tokenizer.encode("12").unwrap(), words, "{pattern}");
         tokenizer.bos()
     });
-    assert_eq!(added, [Some(0), Some(0), Some(0), None, None, None, None, None, None, None, Some(0), None, Some(0)]);
+    let expected =
+        [Some(0), Some(0), Some(0), None, None, None, None, None, None, None, Some(0), None, Some(0), None, None];
+    assert_eq!(added, expected);
 }
 
 /// A header by hand: version, number of tensors, number of metadata, and the rest.
@@ -283,7 +291,7 @@ fn a_tokenizer_that_contradicts_itself_is_refused() {
         ),
         (
             changed(metadata(), "tokenizer.ggml.pre", text("viking")),
-            "`viking` is not supported (supported: `gpt-2`, `smollm`",
+            "`viking` is not supported (supported: `gpt-2`, `olmo`, `smollm`",
         ),
         (changed(metadata(), "tokenizer.ggml.tokens", Value::U32(7)), "must be a list of strings, but is of type U32"),
         (changed(metadata(), "tokenizer.ggml.tokens", list("a")), "1 tokens have 11 types"),

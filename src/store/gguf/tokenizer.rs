@@ -117,7 +117,7 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
         );
         return Err(gguf.error(message));
     };
-    let normalizer = if name.starts_with("qwen") { json!({"type": "NFC"}) } else { Json::Null };
+    let normalizer = if is_composed(name) { json!({"type": "NFC"}) } else { Json::Null };
     let ignore_merges = is_whole_first(name);
     Ok(json!({
         "normalizer": normalizer,
@@ -143,22 +143,28 @@ fn word_pattern_name(gguf: &Gguf) -> Result<&str> {
 }
 
 /// The supported word patterns, by their names in GGUF.
-const WORD_PATTERNS: [&str; 8] = ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"];
+pub(super) const WORD_PATTERNS: [&str; 10] =
+    ["gpt-2", "olmo", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "deepseek-r1-qwen", "qwen35", "tekken", "gpt-4o"];
 
 /// Whether a word that is a token is not merged; these tokenizers also begin a text with the BOS token by default.
 fn is_whole_first(pattern: &str) -> bool {
     matches!(pattern, "llama-bpe" | "tekken")
 }
 
+/// Whether Unicode's composition (NFC) comes before a word pattern.
+fn is_composed(pattern: &str) -> bool {
+    matches!(pattern, "olmo" | "qwen2" | "qwen35")
+}
+
 /// The Hugging Face pre-tokenizer of a word pattern.
-fn pre_tokenizer(name: &str) -> Option<Json> {
+pub(super) fn pre_tokenizer(name: &str) -> Option<Json> {
     let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     let sequence = |first: Json, use_regex| json!({"type": "Sequence", "pretokenizers": [first, byte_step(use_regex)]});
     Some(match name {
-        "gpt-2" => byte_step(true),
+        "gpt-2" | "olmo" => byte_step(true),
         "smollm" => sequence(json!({"type": "Digits", "individual_digits": true}), true),
         "llama-bpe" | "smaug-bpe" => sequence(split(LLAMA_3), false),
-        "qwen2" => sequence(split(QWEN_2), false),
+        "qwen2" | "deepseek-r1-qwen" => sequence(split(QWEN_2), false),
         "qwen35" => sequence(split(QWEN_3_5), false),
         "tekken" => sequence(split(TEKKEN), false),
         "gpt-4o" => sequence(split(GPT_4O), false),
@@ -170,9 +176,11 @@ fn byte_step(use_regex: bool) -> Json {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
 }
 
-/// The GGUF name of a Hugging Face pre-tokenizer's word pattern.
-pub(super) fn word_pattern(step: &Json) -> Option<&'static str> {
-    WORD_PATTERNS.into_iter().find(|name| pre_tokenizer(name).is_some_and(|known| plain(step) == plain(&known)))
+/// The GGUF name of a Hugging Face pre-tokenizer's word pattern, with the other rules that the name implies.
+pub(super) fn word_pattern(step: &Json, composed: bool, whole_first: bool) -> Option<&'static str> {
+    let is_same = |name: &&str| is_composed(name) == composed && is_whole_first(name) == whole_first;
+    let mut names = WORD_PATTERNS.into_iter().filter(is_same);
+    names.find(|name| pre_tokenizer(name).is_some_and(|known| plain(step) == plain(&known)))
 }
 
 /// A pre-tokenizer without settings that do not affect the words, and with its defaults filled in.

@@ -40,10 +40,9 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Opti
         if !is_byte_level(&json) {
             return Err(fail("it is not a byte-level BPE"));
         }
-        let pattern = word_pattern(&json["pre_tokenizer"]);
-        // Without merges the word pattern has no effect.
-        let pattern = pattern.or(merges.is_empty().then_some("gpt-2"));
-        let pattern = pattern.ok_or_else(|| fail("GGUF has no name for its pre-tokenizer"))?;
+        let pattern = pattern_name(tokenizer, &json);
+        let message = "GGUF has no name for its pre-tokenizer, `normalizer` and `ignore_merges` together";
+        let pattern = pattern.ok_or_else(|| fail(message))?;
         put("model", Value::String("gpt2".into()));
         put("pre", Value::String(pattern.into()));
         put("merges", Value::Array(merges.iter().map(|[a, b]| Value::String(format!("{a} {b}"))).collect()));
@@ -75,6 +74,21 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Opti
         keys.push(("tokenizer.chat_template".to_owned(), Value::String(template.to_owned())));
     }
     Ok(keys)
+}
+
+/// The GGUF name of the word pattern of a byte-level tokenizer, if one implies all its rules.
+fn pattern_name(tokenizer: &Tokenizer, json: &Json) -> Option<&'static str> {
+    let model = &json["model"];
+    let composed = normalizers(json).iter().any(|step| step["type"] == "NFC");
+    let whole_first = model["ignore_merges"] == true;
+    let named = |whole_first| word_pattern(&json["pre_tokenizer"], composed, whole_first);
+    let named = named(whole_first).or_else(|| {
+        // Whole words need no rule if merges make them too.
+        named(!whole_first).filter(|_| tokenizer.merges_make_all_tokens())
+    });
+    // Without merges the word pattern has no effect.
+    let is_bytes = model["merges"].as_array().is_none_or(Vec::is_empty) && !composed && !whole_first;
+    named.or(is_bytes.then_some("gpt-2"))
 }
 
 /// The token and its kind for every row of the embedding.
@@ -164,5 +178,40 @@ fn merge(value: &Json) -> Option<[String; 2]> {
         Json::String(pair) => pair.split_once(' ').map(|(a, b)| [a.to_owned(), b.to_owned()]),
         Json::Array(pair) => Some([pair.first()?.as_str()?.to_owned(), pair.get(1)?.as_str()?.to_owned()]),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tokenizer::{WORD_PATTERNS, pre_tokenizer};
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_name_implies_all_rules_of_the_tokenizer() {
+        let name = |like: &str, nfc: bool, whole_first: bool, merged: bool| {
+            let vocab = json!({"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4});
+            let merges = if merged { json!(["a b", "ab c"]) } else { json!(["a b"]) };
+            let json = json!({
+                "version": "1.0", "added_tokens": [], "normalizer": nfc.then(|| json!({"type": "NFC"})),
+                "pre_tokenizer": pre_tokenizer(like), "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true},
+                "model": {"type": "BPE", "ignore_merges": whole_first, "vocab": vocab, "merges": merges},
+            });
+            pattern_name(&Tokenizer::from_json(json.to_string().into_bytes(), "x").unwrap(), &json)
+        };
+        for pattern in WORD_PATTERNS {
+            let rules = (["olmo", "qwen2", "qwen35"].contains(&pattern), ["llama-bpe", "tekken"].contains(&pattern));
+            assert_eq!(name(pattern, rules.0, rules.1, false), Some(pattern));
+        }
+        assert_eq!(name("llama-bpe", false, false, false), Some("smaug-bpe"));
+        assert_eq!(name("qwen2", false, false, false), Some("deepseek-r1-qwen"));
+        // `abc` is one token or two.
+        assert_eq!(name("gpt-4o", false, true, true), Some("gpt-4o"));
+        assert_eq!(name("gpt-4o", false, true, false), None);
+        assert_eq!(name("tekken", false, false, false), None);
+        assert_eq!(name("gpt-2", true, false, false), Some("olmo"));
+        for pattern in ["smollm", "llama-bpe"] {
+            assert_eq!(name(pattern, true, false, true), None, "{pattern}");
+        }
     }
 }

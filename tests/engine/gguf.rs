@@ -284,7 +284,14 @@ fn a_tokenizer_that_contradicts_itself_is_refused() {
     };
     let text = |text: &str| Value::String(text.into());
     let list = |text: &str| Value::Array(vec![Value::String(text.into())]);
+    // Looking up every split of it would take seconds.
+    let mut long: Vec<Value> = (0..268).map(|id| text(&id.to_string())).collect();
+    long.push(text(&"a".repeat(5000)));
     for (message, expected) in [
+        (
+            changed(sentence_piece(), "tokenizer.ggml.tokens", Value::Array(long)),
+            "token 268 has 5000 bytes; the maximum",
+        ),
         (
             changed(metadata(), "tokenizer.ggml.model", text("t5")),
             "kind `t5` is not supported (supported: `gpt2`, `llama`)",

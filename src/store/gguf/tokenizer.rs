@@ -221,17 +221,24 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> 
         "model": {
             "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
-            "vocab": vocabulary.ids(), "merges": merges(vocabulary, &scores),
+            "vocab": vocabulary.ids(), "merges": merges(gguf, vocabulary, &scores)?,
         },
     }))
 }
 
+/// Limit on a token that merges make, in bytes: each of its splits is looked up.
+const MAX_TOKEN_BYTES: usize = 1024;
+
 /// The merges that scores stand for: every way to make a token of two others, the best score first, and of one score
 /// the longest left part first, as transformers orders them.
-fn merges<'a>(vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> {
+fn merges<'a>(gguf: &Gguf, vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Result<Vec<[&'a str; 2]>> {
     let normal = vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate();
     let normal = normal.filter(|(_, (_, kind))| **kind == NORMAL).map(|(id, (token, _))| (*token, id));
     let ids: HashMap<&str, usize> = normal.collect();
+    if let Some((token, id)) = ids.iter().find(|(token, _)| token.len() > MAX_TOKEN_BYTES) {
+        let message = format!("token {id} has {} bytes; the maximum is {MAX_TOKEN_BYTES}", token.len());
+        return Err(gguf.error(message));
+    }
     let mut merges = Vec::new();
     for (&token, &id) in &ids {
         for (at, _) in token.char_indices().skip(1) {
@@ -243,7 +250,7 @@ fn merges<'a>(vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)).then(a.2.cmp(&b.2)));
-    merges.into_iter().map(|(_, _, _, parts)| parts).collect()
+    Ok(merges.into_iter().map(|(_, _, _, parts)| parts).collect())
 }
 
 /// Adds the BOS token to the post-processor if the file specifies it.

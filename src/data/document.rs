@@ -218,6 +218,14 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_table_with_many_columns_is_read_in_linear_time() {
+        let names = (0..200_000).map(|number| format!("c{number}")).collect::<Vec<_>>().join(",");
+        let began = std::time::Instant::now();
+        assert!(refusal("a.csv", format!("{names},c7\n").as_bytes()).contains("two columns are named `c7`"));
+        assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
+    }
+
+    #[test]
     fn an_empty_cell_of_a_table_has_neither_tools_nor_a_weight() {
         let table = "instruction,output,tools,weight\nhi,ho,,\n";
         assert_eq!(read("a.csv", table.as_bytes()).unwrap()[0].text, "user: hi\nassistant: ho<|endoftext|>\n");

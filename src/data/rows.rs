@@ -11,6 +11,7 @@ use crate::{Error, Result};
 use minijinja::Value;
 use serde::de::{Deserializer, SeqAccess, Visitor};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -149,7 +150,8 @@ impl Document {
         builder.delimiter(separator).flexible(true).trim(csv::Trim::Headers).buffer_capacity(BUFFER_BYTES);
         let mut reader = builder.from_reader(source);
         let names = reader.headers().map_err(wrong)?.clone();
-        if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
+        let mut seen = HashSet::new();
+        if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
             return Err(self.error(format!("line 1: two columns are named `{name}`; rename one")));
         }
         let mut record = csv::StringRecord::new();

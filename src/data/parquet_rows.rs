@@ -167,6 +167,13 @@ fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
         Field::ListInternal(list) => {
             list.elements().iter().map(|item| value(item, base64)).collect::<parquet::errors::Result<_>>()?
         }
+        Field::MapInternal(map) => {
+            let pairs = map.entries().iter().map(|(key, item)| {
+                let key = value(key, base64)?;
+                Ok((key.as_str().map_or_else(|| key.to_string(), str::to_owned), value(item, base64)?))
+            });
+            Value::from_pairs(pairs.collect::<parquet::errors::Result<Vec<_>>>()?)
+        }
         other => Value::from(Serde(other.to_json_value())),
     })
 }
@@ -188,6 +195,7 @@ fn catch_parquet_panic<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> 
 mod tests {
     use super::*;
     use parquet::data_type::ByteArray;
+    use std::sync::Arc;
 
     #[test]
     fn bytes_that_are_not_text_are_refused_or_base64() {
@@ -214,5 +222,37 @@ mod tests {
         let row = serde_json::to_string(&object(&row, false, |_| true).unwrap()).unwrap();
         let line = r#"{"q":{"role":"a","content":"b"},"a":{"role":"c","content":null,"tool_calls":{"name":"f"}},"tools":null}"#;
         assert_eq!(row, line);
+    }
+
+    #[test]
+    fn a_map_keeps_its_order() {
+        use parquet::data_type::{ByteArrayType, Int32Type};
+        let schema = "message rows { required group tools (MAP) { repeated group key_value {
+            required binary key (UTF8); required group value { required int32 d; required int32 c; } } } }";
+        let schema = parquet::schema::parser::parse_message_type(schema).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let out = file.reopen().unwrap();
+        let mut writer = parquet::file::writer::SerializedFileWriter::new(out, schema.into(), Arc::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let levels: (&[i16], &[i16]) = (&[1, 1], &[0, 1]);
+        for number in 0..3 {
+            let mut column = group.next_column().unwrap().unwrap();
+            if number == 0 {
+                let keys = ["b", "a"].map(ByteArray::from);
+                column.typed::<ByteArrayType>().write_batch(&keys, Some(levels.0), Some(levels.1)).unwrap();
+            } else {
+                column.typed::<Int32Type>().write_batch(&[number, 7], Some(levels.0), Some(levels.1)).unwrap();
+            }
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        writer.close().unwrap();
+        let mut rows = Vec::new();
+        let mut keep = |row: Value| {
+            rows.push(serde_json::to_string(&row).unwrap());
+            Ok(())
+        };
+        read_in_process(file.path(), &[], &mut keep, &|message| Error::data("", message)).unwrap();
+        assert_eq!(rows, [r#"{"tools":{"b":{"d":1,"c":2},"a":{"d":7,"c":7}}}"#]);
     }
 }

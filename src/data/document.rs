@@ -218,6 +218,16 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn large_integers_of_an_array_stay_exact() {
+        let template = "{{ messages[0].n }}{% generation %}{{ messages[0].content }}{% endgeneration %}";
+        let chat = ChatFormat::new(template, "model", &TemplateTokens::default());
+        let options = DatasetOptions { chat, ..DatasetOptions::default() };
+        let row = r#"[{"messages": [{"role": "assistant", "content": "a", "n": 1234567890123456789012}]}]"#;
+        assert_eq!(read_with("a.json", row.as_bytes(), &options).unwrap()[0].text, "1234567890123456789012a");
+        assert!(refusal("a.json", br#"[{"text": "a"}, {"text": "\ud800"}]"#).contains("row 2: "));
+    }
+
+    #[test]
     fn a_table_with_many_columns_is_read_in_linear_time() {
         let names = (0..200_000).map(|number| format!("c{number}")).collect::<Vec<_>>().join(",");
         let began = std::time::Instant::now();

@@ -10,6 +10,7 @@ use super::source::Document;
 use crate::{Error, Result};
 use minijinja::Value;
 use serde::de::{Deserializer, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::fmt;
@@ -117,6 +118,10 @@ impl Document {
         if reader.fill_buf().map_err(Error::io("read", &self.path))?.starts_with(BOM) {
             reader.consume(BOM.len());
         }
+        let on_row = &mut |number, text: &str| {
+            let row = read_json(text).map_err(|error| self.error(format!("row {number}: {}", error_text(&error))))?;
+            on_row(RowLocation::Row(number), row)
+        };
         let mut failure = None;
         let mut deserializer = serde_json::Deserializer::from_reader(reader);
         let read = deserializer.deserialize_any(ArrayVisitor { on_row, limit: &limit, failure: &mut failure });
@@ -241,14 +246,15 @@ impl Read for LimitedFile {
 }
 
 /// Visits an array's elements one after the other.
-struct ArrayVisitor<'a, 'b> {
-    on_row: &'a mut RowCallback<'b>,
+struct ArrayVisitor<'a> {
+    /// Takes the number and the text of a row.
+    on_row: &'a mut dyn FnMut(u64, &str) -> Result<()>,
     limit: &'a RowBytes,
     /// The error of `on_row`, which the parser cannot carry.
     failure: &'a mut Option<Error>,
 }
 
-impl<'de> Visitor<'de> for ArrayVisitor<'_, '_> {
+impl<'de> Visitor<'de> for ArrayVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -258,8 +264,8 @@ impl<'de> Visitor<'de> for ArrayVisitor<'_, '_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         for number in 1.. {
             self.limit.set(0);
-            let Some(row) = elements.next_element()? else { break };
-            if let Err(error) = (self.on_row)(RowLocation::Row(number), row) {
+            let Some(row) = elements.next_element::<Box<RawValue>>()? else { break };
+            if let Err(error) = (self.on_row)(number, row.get()) {
                 *self.failure = Some(error);
                 return Err(serde::de::Error::custom("the row cannot be used"));
             }

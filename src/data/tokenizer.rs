@@ -5,10 +5,11 @@
 
 use super::bpe::{FastBpe, byte_level_char};
 use super::catch_panic::catch_panic;
-use crate::digest::{Digest, read_at_most};
+use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -94,20 +95,37 @@ impl Tokenizer {
         Self { kind: TokenizerKind::Byte, json, added: None, bos: None, eos: Some(BYTE_EOS) }
     }
 
-    /// Reads a `tokenizer.json`, or returns [`Self::byte`] for the name `bytes`.
+    /// Reads a `tokenizer.json`, with the tokens that only `added_tokens_decoder` in the folder's
+    /// `tokenizer_config.json` lists, as in transformers; or returns [`Self::byte`] for the name `bytes`.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path == Path::new("bytes") {
             return Ok(Self::byte());
         }
         let json = read_at_most(path, MAX_BYTES)?;
-        Self::from_json(json, &path.display().to_string())
+        let config = path.with_file_name("tokenizer_config.json");
+        let config = if config.is_file() { read_at_most(&config, MAX_SMALL_FILE)? } else { Vec::new() };
+        // Its own reader reports a file that is not JSON.
+        let config: Value = serde_json::from_slice(&config).unwrap_or_default();
+        Self::parse(json, &config["added_tokens_decoder"], &path.display().to_string())
     }
 
     /// Parses the text of a `tokenizer.json`; `origin` is its name in error messages.
     pub fn from_json(json: Vec<u8>, origin: &str) -> Result<Self> {
+        Self::parse(json, &Value::Null, origin)
+    }
+
+    /// Like [`Self::from_json`], with the added tokens in `further`, an object by ids. Fails also if one of them would
+    /// get another id.
+    fn parse(mut json: Vec<u8>, further: &Value, origin: &str) -> Result<Self> {
         let mut value: Value = serde_json::from_slice(&json)
             .map_err(|error| Error::model(origin, format!("not a `tokenizer.json`: {error}")))?;
+        let further = missing_tokens(&value["added_tokens"], further);
+        if value.is_object() && !further.is_empty() {
+            let listed = value["added_tokens"].as_array().into_iter().flatten();
+            value["added_tokens"] = listed.chain(&further).cloned().collect();
+            json = value.to_string().into_bytes();
+        }
         if value == byte_json() {
             return Ok(Self { json: json.into(), ..Self::byte() });
         }
@@ -122,6 +140,15 @@ impl Tokenizer {
         let kind = read.map_err(unusable)?;
         let mut tokenizer = Self { kind, json: json.into(), added: None, bos: None, eos: None };
         tokenizer.added = added.and_then(|token| tokenizer.id(&token));
+        let has_id = |token: &&Value| tokenizer.id(token["content"].as_str().unwrap_or_default()).map(Value::from);
+        if let Some(token) = further.iter().find(|token| has_id(token).as_ref() != Some(&token["id"])) {
+            let message = format!(
+                "has no room for the added token {} with the id {}, which `tokenizer_config.json` lists; save the \
+                 tokenizer with a current version of transformers",
+                token["content"], token["id"]
+            );
+            return Err(Error::model(origin, message));
+        }
         Ok(Self { bos: tokenizer.added, eos: tokenizer.usual_eos(), ..tokenizer })
     }
 
@@ -367,6 +394,23 @@ fn unknown_rule(text: &str) -> String {
     format!("`{text}` is unknown; use `auto`, `always` or `never`")
 }
 
+/// The tokens of an `added_tokens_decoder` that are not in `listed`, in the form of a `tokenizer.json`, by their ids.
+fn missing_tokens(listed: &Value, decoder: &Value) -> Vec<Value> {
+    let listed: HashSet<&str> =
+        listed.as_array().into_iter().flatten().filter_map(|it| it["content"].as_str()).collect();
+    let is_missing = |token: &Value| token["content"].as_str().is_some_and(|content| !listed.contains(content));
+    let missing = decoder.as_object().into_iter().flatten().filter(|(_, token)| is_missing(token));
+    let entry = |(id, token): (&String, &Value)| {
+        let id: u32 = id.parse().ok()?;
+        let mut entry = json!({"id": id, "single_word": false, "lstrip": false, "rstrip": false, "special": false});
+        entry["normalized"] = (token["special"] != true).into();
+        entry.as_object_mut()?.extend(token.as_object()?.clone());
+        Some((id, entry))
+    };
+    let tokens: BTreeMap<u32, Value> = missing.filter_map(entry).collect();
+    tokens.into_values().collect()
+}
+
 /// The name of the token that a `tokenizer.json`'s post-processor adds before a text.
 fn added_by(post_processor: &Value) -> Option<&str> {
     if let Some(parts) = post_processor["processors"].as_array() {
@@ -509,6 +553,23 @@ pub(crate) mod tests {
     fn bytes_names_the_built_in_tokenizer() {
         assert!(Tokenizer::from_file("bytes").unwrap().is_byte());
         assert!(Tokenizer::from_file("./bytes").is_err());
+    }
+
+    #[test]
+    fn tokens_that_only_the_configuration_lists_are_added() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = |decoder: Value| {
+            let config = json!({ "added_tokens_decoder": decoder }).to_string();
+            std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+            Tokenizer::from_file(folder.path().join("tokenizer.json"))
+        };
+        std::fs::write(folder.path().join("tokenizer.json"), byte_json().to_string()).unwrap();
+        let token = |content: &str| json!({"content": content, "special": true, "lstrip": false});
+        assert!(open(json!({"256": token("<|endoftext|>")})).unwrap().is_byte());
+        let tokenizer = open(json!({"258": token("<b>"), "257": token("<a>")})).unwrap();
+        assert_eq!(tokenizer.encode("a<b><a>").unwrap(), [97, 258, 257]);
+        let message = open(json!({"300": token("<a>")})).unwrap_err().to_string();
+        assert!(message.contains("no room for the added token \"<a>\" with the id 300"), "{message}");
     }
 
     proptest! {

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Special tokens; in older models also the chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+/// Special tokens of older models whose `tokenizer_config.json` does not name them.
+const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 /// The tokens that end a text.
 pub const GENERATION_CONFIG: &str = "generation_config.json";
 /// The Jinja template of a chat.
@@ -21,7 +23,7 @@ pub struct AuxFiles(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
 
 impl AuxFiles {
     /// The names of all auxiliary files.
-    pub const NAMES: [&'static str; 3] = [TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE];
+    pub const NAMES: [&'static str; 4] = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, CHAT_TEMPLATE];
 
     /// Reads the auxiliary files of a folder.
     pub fn of_folder(folder: &Path) -> Result<Self> {
@@ -56,7 +58,8 @@ impl AuxFiles {
     /// tools. Fails with [`Error::Model`] for a file that is not UTF-8 or not JSON.
     pub fn chat(&self) -> Result<ChatSettings> {
         let config = self.json(TOKENIZER_CONFIG)?;
-        let token = |key| special_token(&config, key).map(str::to_owned);
+        let map = self.json(SPECIAL_TOKENS_MAP)?;
+        let token = |key| special_token([&config, &map], key).map(str::to_owned);
         let template = if let Some((path, bytes)) = self.0.get(CHAT_TEMPLATE) {
             Some(String::from_utf8(bytes.clone()).map_err(|_| Error::model(path.display(), "not UTF-8"))?)
         } else {
@@ -73,9 +76,10 @@ impl AuxFiles {
     /// Fails like [`Tokenizer::with_bos`], and with [`Error::Model`] for a file that is not JSON.
     pub fn with_special_tokens(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
         let mut config = self.json(TOKENIZER_CONFIG)?;
-        let tokenizer = tokenizer.with_eos(special_token(&config, "eos_token"));
+        let map = self.json(SPECIAL_TOKENS_MAP)?;
+        let tokenizer = tokenizer.with_eos(special_token([&config, &map], "eos_token"));
         let add = config["add_bos_token"].as_bool();
-        let name = special_token(&config, "bos_token");
+        let name = special_token([&config, &map], "bos_token");
         let published = tokenizer.clone().with_bos(Bos::Auto, add, name, id)?;
         let tokenizer = tokenizer.with_bos(rule, add, name, id)?;
         if tokenizer.bos() != published.bos() {
@@ -115,10 +119,9 @@ fn either(default: &str, tool_use: &str) -> String {
     format!("{{% if tools is defined and tools is not none %}}{tool_use}{{% else %}}{default}{{% endif %}}")
 }
 
-/// A special token in a `tokenizer_config.json`: a string or an object.
-fn special_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
-    let value = &config[key];
-    value.as_str().or_else(|| value["content"].as_str())
+/// A special token in the first of these files that names it: a string or an object.
+fn special_token<'a>(files: [&'a Value; 2], key: &str) -> Option<&'a str> {
+    files.into_iter().find_map(|file| file[key].as_str().or_else(|| file[key]["content"].as_str()))
 }
 
 /// The `tokenizer_config.json` of a tokenizer that has none: what `AutoTokenizer` needs in addition to
@@ -138,6 +141,21 @@ mod tests {
     use super::*;
     use crate::data::{ChatFormat, Conversation};
     use minijinja::value::Serde;
+
+    #[test]
+    fn special_tokens_come_from_the_map_if_the_configuration_has_none() {
+        let mut files = AuxFiles::default();
+        files.insert(TOKENIZER_CONFIG, r#"{"bos_token": "a", "eos_token": null}"#);
+        files.insert(SPECIAL_TOKENS_MAP, r#"{"bos_token": "b", "eos_token": {"content": "c"}}"#);
+        let TemplateTokens { bos, eos } = files.chat().unwrap().tokens;
+        assert_eq!([bos.as_deref(), eos.as_deref()], [Some("a"), Some("c")]);
+        let letters = files.with_special_tokens(
+            crate::data::tokenizer::tests::word_level(&["c", "</s>"], None, &json!({})),
+            Bos::Auto,
+            None,
+        );
+        assert_eq!(letters.unwrap().eos_id(), Some(0));
+    }
 
     fn format(default: &str, tool_use: &str) -> ChatFormat {
         let named = |name: &str, template: &str| json!({"name": name, "template": template});

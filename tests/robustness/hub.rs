@@ -18,7 +18,12 @@ use tempfile::TempDir;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Requests for optional files of a model.
-const OPTIONAL: [&str; 3] = ["ASK tokenizer_config.json", "ASK generation_config.json", "ASK chat_template.jinja"];
+const OPTIONAL: [&str; 4] = [
+    "ASK tokenizer_config.json",
+    "ASK special_tokens_map.json",
+    "ASK generation_config.json",
+    "ASK chat_template.jinja",
+];
 const LATER_COMMIT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 
 /// The server's fault for a file.

@@ -49,9 +49,19 @@ pub(super) fn install(environment: &mut Environment<'_>) {
         float(state, value, default.or(named_default).or(Some(0.0.into())), named)
     });
     environment.add_filter(PERCENT, percent);
+    for name in ["e", "escape"] {
+        environment.add_filter(name, escape);
+    }
     // The engine iterates over none, and has only lists as sequences.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| value.is_undefined() || value.len().is_some());
+}
+
+/// Jinja's filter `escape`, which writes quotes as numbers.
+fn escape(value: Value) -> Value {
+    let escapes = [("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ("\"", "&#34;")];
+    let escaped = || escapes.iter().fold(string(&value), |text, (from, to)| text.replace(from, to));
+    if value.is_safe() { value } else { Value::from_safe_string(escaped()) }
 }
 
 /// A float in the format of Python's `str`; `None` for other values.
@@ -609,6 +619,7 @@ mod tests {
                 "{% for it in [none, '', [], {}, 1, missing] %}{{ it is iterable }} {{ it is sequence }} {% endfor %}",
                 "False False True True True True True True False False True True ",
             ),
+            (r#"{{ "<\"'&>" | e | e }} {{ [1, '2'] | escape }}"#, "&lt;&#34;&#39;&amp;&gt; [1, &#39;2&#39;]"),
             ("{{ 'aab'.removeprefix('a') }} {{ 'abb'.removesuffix('b') }} {{ 'a'.removeprefix('b') }}", "ab ab a"),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
             (

@@ -3,7 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::is_run;
+use crate::cli::run_lookup::run_of;
 use crate::data::{Bos, DatasetBuilder, TokenSource};
 use crate::inference::ModelView;
 use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
@@ -15,7 +15,6 @@ use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
 use std::io::Write;
-use std::path::Path;
 
 #[derive(Args, Debug)]
 pub(super) struct EvalArgs {
@@ -111,8 +110,7 @@ fn count_exact(
 
 /// The validation text of the model's run, with the BOS token that the run uses unless the user has given a rule.
 fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, (TokenSource, f64))> {
-    let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let run = run.filter(|run| is_run(run)).ok_or_else(|| {
+    let run = run_of(&trained.path).ok_or_else(|| {
         Error::config("--data", "this model is not from a run; name a text with `--data`: `grammar` or a file")
     })?;
     let config = ConfigArgs::default().resolve_from_run(&run)?;

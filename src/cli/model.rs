@@ -1,7 +1,8 @@
 //! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
+use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, is_model, is_run, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, is_model, is_run, run_of, run_or_path};
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::KernelBackend;
@@ -58,7 +59,7 @@ impl ModelSourceArgs {
         if !found.exists() && self.revision.is_none() {
             check_misspelling(name, names_in(&self.runs_dir.path))?;
         }
-        let mut find =
+        let find =
             |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.0);
         let is_local = self.revision.is_none() && (found.is_dir() || is_gguf(&found));
         let mut folder = if is_local { found } else { find(name, self.revision.as_deref())? };
@@ -69,7 +70,14 @@ impl ModelSourceArgs {
             folder = best(&folder)?;
         }
         reporter.activity.begin("reading the model");
-        let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?.with_bos(self.bos)?;
+        // The path of adapters' base may be relative to the folder that their run was started in.
+        let run = run_of(&folder).and_then(|run| ConfigArgs::default().resolve_from_run(&run).ok());
+        let mut find_base = |name: &str, revision: Option<&str>| {
+            let there = run.as_ref().map_or_else(|| name.into(), |config| config.locate(name));
+            find(&there.to_string_lossy(), revision)
+        };
+        let trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find_base)?;
+        let mut trained = trained.with_bos(self.bos)?;
         if let Some(adapter) = &self.adapter {
             trained = trained.with_adapters(adapter)?;
         }

@@ -45,6 +45,11 @@ pub(super) fn is_run_or_step(path: &Path) -> bool {
     is_run(path) || is_step(path)
 }
 
+/// The folder of the run that this is, or that this checkpoint belongs to.
+pub(super) fn run_of(path: &Path) -> Option<PathBuf> {
+    path.canonicalize().ok()?.ancestors().take(2).find(|folder| is_run(folder)).map(Path::to_path_buf)
+}
+
 /// Whether this is a file or a folder with a model.
 pub(super) fn is_model(path: &Path) -> bool {
     path.is_file() || is_run_or_step(path) || AdapterFolder::exists(path) || path.join("config.json").is_file()

@@ -27,6 +27,21 @@ fn n1_a_model_without_a_text_learns_shakespeare_without_a_network() {
 }
 
 #[test]
+fn adapters_over_a_relative_base_are_used_from_other_folders() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("base", "--data grammar --steps 1"));
+    let over =
+        training("adapted", "--data grammar --steps 1 --lora r=2").replace("model", "checkpoints/base/step-000001");
+    fixture.said(&over.replacen("--checkpoints/base/step-000001", "--model", 1));
+    fs::create_dir(fixture.path("elsewhere")).unwrap();
+    let run = fixture.run("adapted");
+    for line in ["generate RUN -n 2", "generate RUN/step-000001 -n 2", "eval RUN"] {
+        let mut command = fixture.command(&line.replace("RUN", &run.display().to_string()));
+        launch::succeed(command.current_dir(fixture.path("elsewhere")));
+    }
+}
+
+#[test]
 fn n3_no_network_is_found_out_in_two_seconds() {
     let fixture = CliFixture::new();
     let (_listener, _waiting, silent) = silent_endpoint();

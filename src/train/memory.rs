@@ -213,8 +213,8 @@ impl MemoryEstimate {
 
 /// KV-cache bytes of a generated sample: `tokens` plus the prompt, whose tokens are at most its `prompt` bytes.
 pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, prompt: usize) -> u64 {
-    let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.max_position_embeddings) };
-    KvCache::bytes(spec, policy, capacity)
+    let capacity = tokens.saturating_add(prompt.max(1)).min(spec.max_position_embeddings);
+    if tokens == 0 { 0 } else { KvCache::bytes(spec, policy, capacity) }
 }
 
 /// Bytes of a frozen base.
@@ -436,6 +436,7 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
 mod tests {
     use super::*;
     use crate::engine::kernels::{CandleKernels, Fused};
+    use crate::engine::model::Recurrence;
     use crate::train::objective::ObjectiveKind;
     use candle_core::quantized::GgmlDType;
 
@@ -486,6 +487,18 @@ mod tests {
         assert_eq!((config.dtype, rewarded.objective.num_generations), (PrecisionPolicy::FP16, 8));
         let caches = 32 * sample_bytes(&spec, config.dtype, train.seq_len, 0);
         assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
+    }
+
+    /// Each sequence has them, for any number of tokens.
+    #[test]
+    fn a_sample_has_the_states_of_recurrences() {
+        let model = r#"{"model_type": "lfm2", "full_attn_idxs": [1]}"#;
+        let spec = ModelSpec::from_json(model.as_bytes(), "config.json").unwrap();
+        let bytes = |tokens| sample_bytes(&spec, PrecisionPolicy::FP16, tokens, 1);
+        let layers = (spec.num_layers - spec.attention_layers()) as u64;
+        let Some(Recurrence::ShortConv { taps }) = spec.recurrence(0) else { panic!("no convolution") };
+        assert_eq!(2 * bytes(1) - bytes(3), layers * (taps * spec.hidden_size * 4) as u64);
+        assert_eq!(bytes(0), 0);
     }
 
     #[test]

@@ -101,11 +101,19 @@ impl KvCache {
         self.sequences.remove(sequence);
     }
 
-    /// Bytes of the cache of a sequence of `capacity` tokens, without the states of recurrences, whose size is
-    /// constant.
+    /// Bytes of the cache of a sequence of `capacity` tokens.
     pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
         let columns = 2 * spec.attention_layers() * spec.kv_heads * spec.head_dim;
-        (columns * capacity * policy.compute.size_in_bytes()) as u64
+        // States are FP32.
+        let states =
+            (0..spec.num_layers).filter_map(|block| spec.recurrence(block)).map(|recurrence| match recurrence {
+                Recurrence::ShortConv { taps } => taps * spec.hidden_size,
+                Recurrence::GatedDelta { heads, taps } => {
+                    taps * heads.channels() + heads.value_heads * heads.key_dim * heads.value_dim
+                }
+            });
+        let states = states.sum::<usize>() * DType::F32.size_in_bytes();
+        (columns * capacity * policy.compute.size_in_bytes() + states) as u64
     }
 
     /// The maximum number of tokens of the first sequence.

@@ -84,8 +84,8 @@ pub(crate) struct Comparison {
 }
 
 impl RunGroup {
-    /// The runs' figures of one kind, if any. Of runs with the same seed, whose numbers are the same, only the first
-    /// one's, except their times and memory.
+    /// The runs' figures of one kind, if any. Runs with one seed have the same numbers, so the first one counts, except
+    /// for times and memory.
     fn values(&self, metric: &Metric) -> Vec<f64> {
         let mut seeds = BTreeSet::new();
         let samples = self.runs.iter().filter(|run| metric.is_of_machine() || seeds.insert(run.started.seed));

@@ -183,7 +183,7 @@ fn seeds_of_two_configurations() {
     insta::assert_snapshot!("two_groups", runs.text(&format!("{SIX} --margin 2.0 --width 100")));
 }
 
-/// Their numbers are the same, so they say nothing about the spread of others; their speeds do.
+/// They have the same numbers, but separate speeds.
 #[test]
 fn runs_with_one_seed_are_one_sample() {
     let runs = Runs::new();

@@ -278,7 +278,9 @@ impl Objective {
             true => self.reference.read(pass, workspace, split)?,
             false => Vec::new(),
         };
-        let drops = self.settings.kind.samples_completions() && pass.model.spec().has_dropout();
+        // A validation pass has no dropout.
+        let samples = self.settings.kind.samples_completions();
+        let drops = samples && split == Split::Train && pass.model.spec().has_dropout();
         self.policy_logps = if drops { pass.target_logps(ForwardMode::Eval, workspace)? } else { Vec::new() };
         self.kl = match self.mismatched(pass.batch, workspace.seq_len()) {
             Some(batch) => self.estimate_kl(BatchPass { batch: &batch, ..pass }, workspace, split)?,

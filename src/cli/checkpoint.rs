@@ -263,8 +263,8 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
             latest_valid(run.path())?;
         }
         let mut damaged: Vec<_> = listed.into_iter().map(|one| one.path).collect();
-        damaged.retain(|path| !Manifest::has_other_format(path) && !verify(path).is_empty());
-        damaged.retain(|path| !gone.contains(path));
+        let is_damaged = |path: &PathBuf| !Manifest::has_other_format(path) && !verify(path).is_empty();
+        damaged.retain(|path| !gone.contains(path) && is_damaged(path));
         gone.extend(damaged);
     }
     let verb = if args.dry_run { "would delete" } else { "deleted" };

@@ -71,8 +71,8 @@ impl ModelSourceArgs {
         }
         reporter.activity.begin("reading the model");
         // The path of adapters' base may be relative to the folder that their run was started in.
-        let run = run_of(&folder).and_then(|run| ConfigArgs::default().resolve_from_run(&run).ok());
         let mut find_base = |name: &str, revision: Option<&str>| {
+            let run = run_of(&folder).and_then(|run| ConfigArgs::default().resolve_from_run(&run).ok());
             let there = run.as_ref().map_or_else(|| name.into(), |config| config.locate(name));
             find(&there.to_string_lossy(), revision)
         };

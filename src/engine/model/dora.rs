@@ -49,7 +49,7 @@ pub(super) fn magnitude_scale(
         let (a, b) = (wide(&a.narrow(0, i * r, r)?)?, wide(cx.weights.fused(member.b))?);
         let own = cross.narrow(0, i * r, r)?.narrow(1, first, count)?.t()?;
         let sum = (own + (b.matmul(&a.matmul(&a.t()?)?)? * scale)?)?;
-        let added = (((sum * b)?.sum(1)?) * scale)?;
+        let added = ((sum * b)?.sum(1)? * scale)?;
         let norm = (squares.narrow(0, first, count)? + added)?.relu()?.sqrt()?;
         if first > end {
             factors.push(ones(first - end)?);

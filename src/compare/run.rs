@@ -1,9 +1,10 @@
 //! A run's figures and curves, from its log.
 
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use super::metrics::NONE;
 use crate::data::counted;
 pub(crate) use crate::telemetry::RunMetrics;
 use crate::telemetry::{Curves, FinishReason, RunState, Started};
@@ -72,16 +73,16 @@ impl RunSummary {
     /// Every setting by its dotted key, and under `run.` other facts that affect numbers or speed.
     pub(crate) fn settings(&self) -> BTreeMap<String, String> {
         let mut settings = BTreeMap::<String, String>::new();
-        let mut last = BTreeMap::new();
-        for (step, config) in &self.configs {
+        let mut last = BTreeMap::<String, String>::new();
+        for (index, (step, config)) in self.configs.iter().enumerate() {
             let mut now = BTreeMap::new();
             flatten(config, String::new(), &mut now);
-            for (key, value) in &now {
-                match settings.get_mut(key) {
-                    Some(text) if last.get(key) != Some(value) => *text = format!("{text}; from step {step} {value}"),
-                    Some(_) => {}
-                    None => drop(settings.insert(key.clone(), value.clone())),
-                }
+            let keys: BTreeSet<&String> = now.keys().chain(last.keys()).collect();
+            for key in keys.into_iter().filter(|key| now.get(*key) != last.get(*key)) {
+                let value = now.get(key).map_or(NONE, String::as_str);
+                let before = settings.get(key).map_or(NONE, String::as_str);
+                let text = if index == 0 { value.to_owned() } else { format!("{before}; from step {step} {value}") };
+                settings.insert(key.clone(), text);
             }
             last = now;
         }

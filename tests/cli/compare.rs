@@ -211,6 +211,25 @@ fn runs_on_other_data_are_another_configuration() {
 }
 
 #[test]
+fn settings_that_a_resume_changes_have_their_step() {
+    let runs = Runs::new();
+    runs.invent(&RUN);
+    runs.invent(&Invented { name: "two", ..RUN });
+    let log = std::fs::read_to_string(runs.log("two")).unwrap();
+    let mut started: Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
+    started["resumed_from"] = json!(60);
+    started["config"]["epochs"] = json!(2);
+    started["config"]["scaler"] = json!({ "growth_interval": 40 });
+    std::fs::write(runs.log("two"), format!("{log}{started}\n")).unwrap();
+    let expected = json!([
+        { "key": "epochs", "values": ["–", "–; from step 60 2"] },
+        { "key": "scaler.growth_interval", "values": ["20", "20; from step 60 40"] },
+        { "key": "scaler.on_overflow", "values": ["skip", "skip; from step 60 –"] },
+    ]);
+    assert_eq!(runs.json("one two")["differences"], expected);
+}
+
+#[test]
 fn many_runs_fit_a_narrow_page() {
     let runs = Runs::new();
     for (i, name) in ["r0", "r1", "r2", "r3", "r4", "r5", "r6"].into_iter().enumerate() {

@@ -129,6 +129,11 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     reporter.activity.begin("reading the log");
     let history = RunState::history(log.path())?;
+    // Settings changed in the run's `config.toml` too.
+    let logged = history.configs.last().map(|(_, config)| serde_json::from_value::<Config>(config.clone()));
+    if let Some(Ok(logged)) = logged {
+        warnings.extend(trainer.config.check_resumable(&logged)?.iter().map(changed));
+    }
     trainer.restore_last_step(&history);
     drop(reporter);
     let mut emitter = Emitter::new(Some(log));

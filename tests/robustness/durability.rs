@@ -160,6 +160,17 @@ fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed(
     }
     // Regression: the configuration and the checkpoint had a warning each.
     assert_eq!(warnings.matches("batch_size` was 2 and is now 4").count(), 1, "{warnings}");
+    let file = fixture.run("three").join("config.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    for (edited, code, expected) in [
+        (text.replace("init_scale = 16384.0", "init_scale = 1024.0"), 2, "init_scale: was 16384.0 and is now 1024.0"),
+        (text.replace("lr = 0.0001", "lr = 0.0002"), 0, "`optimizer.lr` was 0.0001 and is now 0.0002"),
+    ] {
+        fs::write(&file, &edited).unwrap();
+        let said = finetune(&fixture, "", "--resume three --steps 7 --plain", code);
+        assert!(said.contains(expected) && edited != text, "{said}");
+        fs::write(&file, &text).unwrap();
+    }
     // The checkpoint has the scale.
     let said = finetune(&fixture, "", "--resume three --steps 8 --init-scale 2^10 --plain", 2);
     assert!(said.contains("scaler.init_scale: was 16384.0 and is now 1024.0; resume without changing it"), "{said}");

@@ -16,6 +16,8 @@ const CONFIG: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
+/// Maximum number of shards; the largest models have about two hundred.
+const MAX_SHARDS: usize = 4096;
 /// The ends of the names of a tensor's blocks and exponents.
 const MXFP4: [&str; 2] = ["_blocks", "_scales"];
 
@@ -217,25 +219,28 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     Err(Error::model(folder.display(), message))
 }
 
-/// The `weight_map` of an index: the file of each tensor.
-pub(super) fn weight_map(index: &[u8]) -> Result<BTreeMap<String, String>, String> {
+/// The files listed in an untrusted index of weights, each a safetensors file in its folder.
+pub(super) fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
     let index: Index = serde_json::from_slice(index).map_err(|error| format!("not an index of weights: {error}"))?;
-    Ok(index.weight_map)
-}
-
-/// The files listed in an index, each a plain file name in the folder.
-fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
-    let weight_map = weight_map(index)?;
-    for (tensor, file) in &weight_map {
-        if Path::new(file).file_name() != Some(OsStr::new(file)) {
-            return Err(format!("tensor `{tensor}` is listed in `{file}`, which is not a file of this folder"));
+    for (tensor, file) in &index.weight_map {
+        let is_here = Path::new(file).file_name() == Some(OsStr::new(file)) && !file.contains(char::is_control);
+        if !is_here || !file.ends_with(".safetensors") {
+            let file = file.escape_debug();
+            return Err(format!(
+                "tensor `{tensor}` is listed in `{file}`, which is not a safetensors file of this folder"
+            ));
         }
     }
-    if weight_map.is_empty() { Err("it names no tensors".into()) } else { Ok(weight_map.into_values().collect()) }
+    let files: BTreeSet<String> = index.weight_map.into_values().collect();
+    match files.len() {
+        0 => Err("it names no tensors".into()),
+        1..=MAX_SHARDS => Ok(files),
+        more => Err(format!("lists {more} files; the maximum is {MAX_SHARDS}")),
+    }
 }
 
 /// Finds every parameter by its name without prefix, and rejects duplicates.
@@ -429,9 +434,10 @@ mod tests {
         assert_reads(&whole, &all);
         index(serde_json::json!({"a": "model-1.safetensors"}));
         assert!(refused(&whole).contains(&format!("`{}` of shape", second[0].0)));
-        for outside in ["../model-2.safetensors", "/etc/passwd", "a/b", "..", "."] {
+        for outside in ["../model-2.safetensors", "/x.safetensors", "a/b.safetensors", "..", ".", "pytorch_model-1.bin"]
+        {
             index(serde_json::json!({"a": outside}));
-            assert!(refused(&whole).contains("is not a file of this folder"), "{outside}");
+            assert!(refused(&whole).contains("is not a safetensors file of this folder"), "{outside}");
         }
         index(serde_json::json!({}));
         assert!(refused(&whole).contains("it names no tensors"));

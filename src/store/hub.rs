@@ -15,13 +15,14 @@ mod settings;
 use crate::data::{Downloader, HubFile, HubListing, LoadEvent, counted, files_below};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::store::aux_files::AuxFiles;
-use crate::store::folder::weight_map;
+use crate::store::folder::shards;
 use crate::{Error, Result};
 use cache::RepoCache;
 use client::{ATTEMPTS, Client, Metadata};
 pub use connectivity::connect;
 use error::HubError;
 pub use settings::{Settings, without_password};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Short names of models, and their full names, which Python's cache uses.
@@ -34,9 +35,6 @@ const ALIASES: [(&str, &str); 5] = [
 ];
 
 const MAX_TOKENIZER: u64 = 512 << 20;
-
-/// Maximum number of shards; the largest models have about two hundred.
-const MAX_SHARDS: usize = 4096;
 
 /// Names a repository's list of files in error messages.
 const LISTING: &str = "the list of files";
@@ -171,7 +169,8 @@ impl<'a> Hub<'a> {
             Err(failure) => return Err(failure.explain(&self.settings, repo, WHOLE)),
         };
         if let Some(index) = index {
-            let shards = shards(&index.path)?;
+            let shards = shards(&read_at_most(&index.path, MAX_SMALL_FILE)?)
+                .map_err(|error| Error::hub(index.path.display(), error))?;
             let missing = self.missing_shards(repo, &shards)?;
             return missing.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
@@ -209,7 +208,7 @@ impl<'a> Hub<'a> {
     }
 
     /// The shards that the cache lacks. Fails if they do not fit on the disk together.
-    fn missing_shards<'s>(&mut self, repo: &Repo, shards: &'s [String]) -> Result<Vec<&'s String>> {
+    fn missing_shards<'s>(&mut self, repo: &Repo, shards: &'s BTreeSet<String>) -> Result<Vec<&'s String>> {
         let mut missing = Vec::new();
         let mut needed = 0_u64;
         for shard in shards {
@@ -444,22 +443,6 @@ impl Repo {
     }
 }
 
-/// The files listed in an index of sharded weights. The index is untrusted, so its names are checked.
-fn shards(index: &Path) -> Result<Vec<String>> {
-    let weight_map =
-        weight_map(&read_at_most(index, MAX_SMALL_FILE)?).map_err(|error| Error::hub(index.display(), error))?;
-    let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();
-    let safe = |file: &String| is_plain_path(file) && file.ends_with(".safetensors");
-    let wrong = |message: String| Err(Error::hub(index.display(), message));
-    if files.len() > MAX_SHARDS {
-        return wrong(format!("lists {} files; the maximum is {MAX_SHARDS}", files.len()));
-    }
-    match files.iter().find(|file| !safe(file)) {
-        Some(file) => wrong(format!("lists `{}`, which is not a safetensors file", file.escape_debug())),
-        None => Ok(files.into_iter().collect()),
-    }
-}
-
 /// Whether a path stays inside the folder it is joined to.
 fn is_plain_path(path: &str) -> bool {
     !path.contains(|c: char| c == '\\' || c.is_control())
@@ -479,19 +462,5 @@ mod tests {
             assert!(Repo::new(RepoType::Model, "a/b", revision).is_err(), "{revision}");
         }
         assert!(Repo::new(RepoType::Dataset, "a-b_c/d.e", "refs/convert/parquet").is_ok());
-    }
-
-    #[test]
-    fn an_index_lists_only_safetensors_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let index = folder.path().join("index.json");
-        let with = |file: &str| {
-            std::fs::write(&index, format!(r#"{{"weight_map": {{"a": "{file}", "b": "{file}"}}}}"#)).unwrap();
-            shards(&index)
-        };
-        assert_eq!(with("model-1.safetensors").unwrap(), ["model-1.safetensors"]);
-        for file in ["../x.safetensors", "/x.safetensors", "code.py", "pytorch_model-1.bin"] {
-            assert!(with(file).is_err(), "{file}");
-        }
     }
 }

@@ -4,7 +4,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::run_of;
-use crate::data::{Bos, DatasetBuilder, TokenSource};
+use crate::data::{Bos, DatasetBuilder, SampleKind, TokenSource};
 use crate::inference::ModelView;
 use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
@@ -121,6 +121,10 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     let (1, Some((set, _))) = (sets.len(), sets.pop()) else {
         return Err(Error::config("--data", "this run has several data sets; name one text with `--data`"));
     };
+    if set.validation.samples() != SampleKind::Plain {
+        let message = "this run validates on pairs, labelled answers or prompts; name a text with `--data`";
+        return Err(Error::config("--data", message));
+    }
     let data = match (config.held_out()?, &config.val) {
         (Some(0.0), _) => {
             return Err(Error::config("--data", "this run has no validation text; name one with `--data`"));

@@ -57,6 +57,9 @@ fn validation_data_is_a_share_of_the_text_or_nothing() {
             .contains("validation        none")
     );
     assert!(fixture.refused("eval checkpoints/none").contains("has no validation text"));
+    fixture.write("pairs.jsonl", "{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": \"c\"}\n".repeat(8));
+    fixture.said(&training("pairs", "--data pairs.jsonl --val pairs.jsonl --objective dpo --steps 1"));
+    assert!(fixture.refused("eval checkpoints/pairs").contains("validates on pairs"));
     for (wrong, expected) in [
         ("--val 0%", "is not between 0% and 100%"),
         ("--val 100%", "is not between 0% and 100%"),

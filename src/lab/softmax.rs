@@ -56,7 +56,7 @@ impl Softmax {
 
     /// Computes a softmax over `length` tokens, and the sine of a position.
     pub(crate) fn new(logit: f64, length: u64, position: f64) -> Self {
-        let length = length.clamp(1, Self::MAX_LENGTH);
+        let length = length.clamp(2, Self::MAX_LENGTH);
         let formats = FORMATS.map(|format| SoftmaxRow::new(format, logit, length, position)).to_vec();
         Self { logit, length, position, formats }
     }

@@ -132,7 +132,7 @@ pub(super) struct SoftmaxArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).start_from_run("12"))]
     pub(super) logit: Option<f64>,
     /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=Softmax::MAX_LENGTH),
+    #[arg(long, value_parser = clap::value_parser!(u64).range(2..=Softmax::MAX_LENGTH),
           add = control(Double(4096)).start_from_run("4096"))]
     pub(super) length: Option<u64>,
     /// A position

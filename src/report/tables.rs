@@ -67,7 +67,8 @@ pub(super) fn precision(run: &RunState) -> String {
             vec![
                 row.name.clone(),
                 format::magnitude(stats.min_abs),
-                format::magnitude(Some(stats.max_abs)),
+                // None without a finite value.
+                format::magnitude(stats.min_abs.and(Some(stats.max_abs))),
                 format::percent(stats.zero, stats.count),
                 format::percent(stats.subnormal, stats.count),
                 flushed,

@@ -46,7 +46,7 @@ const FIGURES: [(&str, &str, &str); 14] = [
     ("overflows_total", "counter", "Steps skipped because gradients were not finite"),
     ("gradient_norm", "gauge", "Global gradient norm, unscaled, before clipping"),
     ("learning_rate", "gauge", "Learning rate of the last step"),
-    ("tokens_total", "counter", "Tokens trained on"),
+    ("tokens_total", "counter", "Tokens read, also by skipped steps"),
     ("tokens_per_second", "gauge", "Tokens per second over the last steps"),
     ("resident_memory_bytes", "gauge", "Resident memory of the process"),
     ("last_step_timestamp_seconds", "gauge", "Unix time at the end of the last step"),

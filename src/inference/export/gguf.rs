@@ -53,13 +53,13 @@ pub(super) fn write(
             if let ModuleOp::Expert(expert, _) = entry.layer.op {
                 experts.entry(name).or_insert((dtype, BTreeMap::new())).1.insert(expert, values);
             } else {
-                tensors.push((name, QTensor::quantize(&values, dtype)?));
+                tensors.push((name, quantize(&values, dtype)?));
             }
         }
     }
     for (name, (dtype, matrices)) in experts {
         let matrices: Vec<Tensor> = matrices.into_values().collect();
-        tensors.push((name, QTensor::quantize(&Tensor::stack(&matrices, 0)?, dtype)?));
+        tensors.push((name, quantize(&Tensor::stack(&matrices, 0)?, dtype)?));
     }
     for (name, factors) in rope_factors {
         let factors = Tensor::new(factors, &Device::Cpu)?;
@@ -73,6 +73,16 @@ pub(super) fn write(
             other => other.into(),
         })
     })
+}
+
+/// Converts to `dtype`; to `Q8_0` instead of `Q4_K` if a group of weights is constant, which candle stores as zeros.
+fn quantize(values: &Tensor, dtype: GgmlDType) -> candle_core::Result<QTensor> {
+    let is_lost = |group: &[f32]| group[0] != 0.0 && group.iter().all(|value| *value == group[0]);
+    let dtype = match dtype {
+        GgmlDType::Q4K if values.flatten_all()?.to_vec1()?.chunks(32).any(is_lost) => GgmlDType::Q8_0,
+        dtype => dtype,
+    };
+    QTensor::quantize(values, dtype)
 }
 
 /// llama.cpp's number for the type of most weights.
@@ -115,5 +125,18 @@ fn value_of(value: &Json) -> Option<Value> {
         },
         Json::Array(items) => Some(Value::Array(items.iter().map(value_of).collect::<Option<_>>()?)),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_weights_keep_their_value() {
+        let values = Tensor::full(-0.25_f32, (1, 256), &Device::Cpu).unwrap();
+        let stored = quantize(&values, GgmlDType::Q4K).unwrap().dequantize(&Device::Cpu).unwrap();
+        let stored: Vec<f32> = stored.flatten_all().unwrap().to_vec1().unwrap();
+        assert!(stored.iter().all(|value| (value + 0.25).abs() < 0.002), "{stored:?}");
     }
 }

@@ -16,6 +16,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{Read, Seek, Write, stderr};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ static RANK: OnceLock<usize> = OnceLock::new();
 static STARTED: Mutex<Vec<(Child, File)>> = Mutex::new(Vec::new());
 /// The time that a failed process leaves the leader, which usually has failed as well, to print the error.
 const RANK0_ERROR_GRACE: Duration = Duration::from_secs(2);
+/// The time between two looks at the processes that have not connected.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The time that a process has to end after the last message.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
@@ -97,7 +100,21 @@ fn start(world_size: usize) -> Result<Arc<dyn ProcessGroup>> {
         STARTED.lock().unwrap_or_else(PoisonError::into_inner).push((child, printed));
     }
     let launch = LaunchEnv { variable: "--processes", world_size, rank: 0, master: None };
-    connect(&launch, &master, Some(listener))
+    // A process that ends before it connects would only be noticed at the time limit.
+    let (connects, connected) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while connected.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let has_ended = |(child, _): &mut (Child, _)| matches!(child.try_wait(), Ok(Some(_)));
+                if STARTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut().any(has_ended) {
+                    fail("a process ended before it connected", 1);
+                }
+            }
+        });
+        let group = connect(&launch, &master, Some(listener));
+        drop(connects);
+        group
+    })
 }
 
 fn connect(

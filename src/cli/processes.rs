@@ -155,9 +155,9 @@ pub(crate) fn start_workers(
     checkpoint: Option<&Checkpoint>,
     group: &dyn ProcessGroup,
 ) -> Result<()> {
-    let checkpoint = checkpoint.map(|it| it.path().into());
-    RunStart { config: trainer.config.clone(), checkpoint }.broadcast(group)?;
-    trainer.check_consistency()
+    let path = checkpoint.map(|it| it.path().into());
+    RunStart { config: trainer.config.clone(), checkpoint: path }.broadcast(group)?;
+    trainer.check_consistency(checkpoint)
 }
 
 /// Rejects processes that a launcher has started and that are not connected, because each would train the same run. The

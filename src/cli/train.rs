@@ -265,7 +265,7 @@ pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
         let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(()) };
         let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
         let mut trainer = Trainer::on_device(opened, config, checkpoint.as_ref(), &mut |_| ())?;
-        trainer.check_consistency()?;
+        trainer.check_consistency(checkpoint.as_ref())?;
         trainer.run_worker()
     })
 }

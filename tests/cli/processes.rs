@@ -5,6 +5,7 @@ use crate::common::launch;
 use crate::common::python::python_with;
 use finetune::store::checkpoint::compare;
 use std::fs;
+use std::io::Read;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -127,6 +128,37 @@ fn a_started_process_does_not_wait_for_a_leader_that_has_ended() {
     let mut command = one_of_two(fixture.command("--steps 1"), &free_port(), "1");
     let mut started = command.env("FINETUNE_JOB", "a").spawn().unwrap();
     assert_eq!(wait_for("end", || started.try_wait().unwrap()).code(), Some(1));
+}
+
+/// The weights are in a folder of this name on both.
+#[test]
+fn processes_with_other_weights_are_refused() {
+    let [here, there] = [CliFixture::new(), CliFixture::new()];
+    let weights = there.path("model/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(weights, bytes).unwrap();
+    let line = format!("--model model --data text.txt {SMALL} --steps 1 --run r");
+    let port = free_port();
+    let mut other = one_of_two(there.command(&line), &port, "1").spawn().unwrap();
+    let done = one_of_two(here.command(&line), &port, "0").output().unwrap();
+    let error = String::from_utf8_lossy(&done.stderr);
+    assert!(error.contains("error: model differs between ranks: "), "{error}");
+    assert!(!other.wait().unwrap().success());
+}
+
+#[test]
+fn a_process_that_ends_before_it_connects_ends_the_job() {
+    let fixture = CliFixture::empty();
+    let mut command = fixture.command("--processes 2 --steps 1 --plain");
+    let mut run = command.stderr(Stdio::piped()).spawn().unwrap();
+    let children = format!("/proc/{0}/task/{0}/children", run.id());
+    let child = wait_for("process", || fs::read_to_string(&children).ok().filter(|ids| !ids.is_empty()));
+    Command::new("kill").args(["-KILL", child.trim()]).status().unwrap();
+    assert_eq!(wait_for("end", || run.try_wait().unwrap()).code(), Some(1));
+    let mut error = String::new();
+    run.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+    assert!(error.contains("process 1 ended with signal: 9 (SIGKILL)"), "{error}");
 }
 
 #[test]

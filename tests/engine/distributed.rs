@@ -86,7 +86,7 @@ fn train_with(
         let process = group(process);
         let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
         let mut trainer = Trainer::new(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();
-        trainer.check_consistency().unwrap();
+        trainer.check_consistency(checkpoint.as_ref()).unwrap();
         if !process.is_leader() {
             trainer.run_worker().unwrap();
             return Vec::new();

@@ -13,9 +13,13 @@ pub use messages::RunStart;
 pub(super) use throughput::ThroughputMeter;
 
 use super::Trainer;
+use super::reference::digest;
+use crate::digest::Digest;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::Isa;
+use crate::store::checkpoint::Checkpoint;
 use crate::telemetry::Event;
+use crate::train::engine::TrainEngine;
 use crate::{Error, Result};
 use std::time::Instant;
 
@@ -52,24 +56,38 @@ impl Trainer {
         self.broadcast(&LeaderMessage::Stop)
     }
 
-    /// Checks that all processes have the same program, instruction set, kernels, model, data and settings. Otherwise,
-    /// results would depend on more than the number of processes.
-    pub fn check_consistency(&self) -> Result<()> {
-        let facts = [
+    /// Checks that all processes have the same program, instruction set, kernels, data, and weights or `checkpoint`.
+    /// Otherwise, results would depend on more than the number of processes.
+    pub fn check_consistency(&self, checkpoint: Option<&Checkpoint>) -> Result<()> {
+        if !self.is_distributed() {
+            return Ok(());
+        }
+        let TrainEngine { group, model, state, .. } = &self.engine;
+        let weights = if let Some(checkpoint) = checkpoint {
+            Digest::of(&serde_json::to_vec(checkpoint.manifest()).map_err(candle_core::Error::wrap)?).sha256
+        } else {
+            // Setup exchanges nothing, so a process has only its shard of weights that are wide from the start.
+            if state.fallback.active().next().is_some() {
+                state.masters.copy_to_weights(&state.weights, model.kernels(), &**group)?;
+            }
+            digest(&state.weights, self.base.as_ref())?
+        };
+        self.require_equal(&[
             ("program", format!("{} {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)),
             ("instruction set", format!("{} (set FINETUNE_ISA to one that all processes support)", Isa::current())),
-            (
-                "kernels",
-                format!("`{}` (choose them with `--device` and `--kernels`)", self.engine.model.kernels().name()),
-            ),
+            ("kernels", format!("`{}` (choose them with `--device` and `--kernels`)", model.kernels().name())),
             ("training text", self.fingerprint.data.clone()),
-            ("model", self.fingerprint.model.clone()),
-            ("step", self.engine.state.counters.step.to_string()),
-        ];
-        let facts = facts.map(|(what, value)| (what.to_owned(), value)).to_vec();
-        for (rank, theirs) in self.group().all_gather_messages(&facts)?.iter().enumerate() {
-            let differs = facts.iter().zip(theirs).find(|(own, other)| own != other);
-            if let Some(((what, first), (_, other))) = differs {
+            ("step", state.counters.step.to_string()),
+            (if checkpoint.is_some() { "checkpoint" } else { "model" }, weights),
+        ])
+    }
+
+    /// Checks that all processes have the same values of these facts.
+    pub(super) fn require_equal(&self, facts: &[(&str, String)]) -> Result<()> {
+        let own: Vec<String> = facts.iter().map(|(_, value)| value.clone()).collect();
+        for (rank, theirs) in self.group().all_gather_messages(&own)?.iter().enumerate() {
+            let differs = facts.iter().zip(theirs).find(|((_, own), other)| own != *other);
+            if let Some(((what, first), other)) = differs {
                 let here = self.group().name(self.group().rank());
                 let there = self.group().name(rank);
                 let message = format!("{what} differs between ranks: {other} on {there}, {first} on {here}");

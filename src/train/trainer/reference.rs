@@ -45,11 +45,6 @@ impl Trainer {
     /// Makes the reference known: as a model for completions that will be sampled. Otherwise the log-probabilities of
     /// all sequences of the run: from the file that this run has written, and for others by a pass over the batches.
     pub(super) fn prepare_reference(&mut self) -> Result<()> {
-        let TrainEngine { group, model, state, .. } = &self.engine;
-        // Setup exchanges nothing, so a process has only its shard of weights that are wide from the start.
-        if state.counters.step == 0 && state.fallback.active().next().is_some() {
-            state.masters.copy_to_weights(&state.weights, model.kernels(), &**group)?;
-        }
         if !matches!(&self.engine.objective.reference, Reference::Stored(known) if known.is_empty()) {
             return Ok(());
         }
@@ -96,8 +91,9 @@ impl Trainer {
     }
 
     /// Remembers the digest of the reference's weights. Fails with [`Error::Config`] if the run has begun with other
-    /// weights.
+    /// weights, and with [`Error::Collective`] if another process has other ones.
     fn check_reference(&mut self, sha256: &str) -> Result<()> {
+        self.require_equal(&[("reference model", sha256.to_owned())])?;
         let known = self.reference_sha256.get_or_insert_with(|| sha256.to_owned());
         if known == sha256 {
             return Ok(());
@@ -237,7 +233,7 @@ impl Trainer {
 }
 
 /// SHA-256 of a model's weights: of the base of adapters, which has a digest, or of names and values.
-fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
+pub(super) fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
     if let Some(base) = base {
         return Ok(base.sha256.clone());
     }

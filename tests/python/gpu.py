@@ -587,19 +587,20 @@ def separate_gpus():
 
 
 def lost_at_start(gpus):
-    """A process that ends before NCCL has connected it: all others end."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = command("cuda", folder, *flags_of("fp16", 2), "--kernels", "fused", "--grad-accum", 3, "--gpus", 3)
-        more = {**gpus, "TMPDIR": folder, "STAND_IN_LEAVES": "1"}
-        try:
-            done = subprocess.run(
-                [str(word) for word in words], env={**environment, **more}, capture_output=True, text=True, timeout=120
-            )
-            passed = done.returncode == 1 and "process 1 ended with exit status: 7" in done.stderr
-            said = last_line(done.stderr) if passed else done.stderr
-        except subprocess.TimeoutExpired:
-            passed, said = False, "did not end"
-        row("a process that ends before NCCL connects it", passed, said)
+    """A process that ends before NCCL has connected it, or in its first group: all others end."""
+    for variable in ("STAND_IN_LEAVES", "STAND_IN_LEAVES_GROUP"):
+        with tempfile.TemporaryDirectory() as folder:
+            words = command("cuda", folder, *flags_of("fp16", 2), "--kernels", "fused", "--grad-accum", 3, "--gpus", 3)
+            more = {**gpus, "TMPDIR": folder, variable: "1"}
+            try:
+                done = subprocess.run(
+                    [str(word) for word in words], env={**environment, **more}, capture_output=True, text=True, timeout=120
+                )
+                passed = done.returncode == 1 and "process 1 ended with exit status: 7" in done.stderr
+                said = last_line(done.stderr) if passed else done.stderr
+            except subprocess.TimeoutExpired:
+                passed, said = False, "did not end"
+            row(f"a process that ends before NCCL connects it: {variable}", passed, said)
 
 
 def without_nccl(gpus):

@@ -9,7 +9,7 @@ use crate::engine::kernels::cuda::KernelFamily;
 use crate::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, WrapErr};
-use candle_core::{Device, Storage, Tensor, bail};
+use candle_core::{DType, Device, Storage, Tensor, bail};
 use libloading::Library;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -192,7 +192,16 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     functions.check(watched(&*group, init))?;
     let state = Mutex::new(NcclState { communicator: AtomicPtr::new(communicator), pending: VecDeque::new() });
     let stream = device.cuda_stream().context().new_stream().w()?;
-    Ok(Arc::new(OnGpus { group, functions, device: device.clone(), stream, state }))
+    let gpus = OnGpus { group, functions, device: device.clone(), stream, state };
+    let one_each = || {
+        let others = (0..gpus.world_size()).filter(|other| *other != gpus.rank());
+        others.map(|other| Ok((other, Tensor::zeros(1, DType::F32, &open.device)?))).collect::<Result<Vec<_>>>()
+    };
+    let (out, into) = (one_each()?, one_each()?);
+    // The first exchange of two processes connects them, and waits without a limit.
+    watched(&*gpus.group, || gpus.start(out, into))?;
+    gpus.wait()?;
+    Ok(Arc::new(gpus))
 }
 
 /// Calls `join`, which waits for the other processes, and ends this process if one of them ends meanwhile, or at the

@@ -26,11 +26,14 @@ struct Communicator {
     int rank, size;
     // The numbers of messages to and from each process so far.
     std::vector<int> sent, received;
+    // Whether there was a group with each process.
+    std::vector<bool> connected;
     bool aborted = false;
 };
 
 struct Message {
     bool is_sent;
+    int peer;
     unsigned char* bytes;
     size_t count;
     std::string file;
@@ -64,6 +67,16 @@ Status receive(const Message& message) {
     return is_read && unlink(message.file.c_str()) == 0 ? OK : (complain("cannot read a message"), FAILED);
 }
 
+// The file that a process writes for another one when it connects to it.
+std::string connection(const Communicator& it, int from, int to) {
+    return it.folder + "/" + std::to_string(from) + "-" + std::to_string(to) + "-connects";
+}
+
+// Ends this process if it is the one that a test has chosen.
+void leave_at(const char* variable, int rank) {
+    if (const char* const leaver = std::getenv(variable); leaver != nullptr && std::atoi(leaver) == rank) std::_Exit(7);
+}
+
 Status add(bool is_sent, Address bytes, size_t count, int type, int peer, void* communicator, void* stream) {
     Communicator& it = *shared(communicator);
     if (!is_open || !of_stream(stream)) return complain("NCCL outside of a group or of a stream");
@@ -73,7 +86,7 @@ Status add(bool is_sent, Address bytes, size_t count, int type, int peer, void* 
     const int from = is_sent ? it.rank : peer, to = is_sent ? peer : it.rank;
     const int number = (is_sent ? it.sent : it.received)[peer]++;
     const std::string file = it.folder + "/" + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
-    messages.push_back({is_sent, reinterpret_cast<unsigned char*>(bytes), count, file});
+    messages.push_back({is_sent, peer, reinterpret_cast<unsigned char*>(bytes), count, file});
     of_group = shared(communicator);
     stream_of_group = stream;
     return OK;
@@ -100,9 +113,8 @@ struct Id {
 
 EXPORT Status ncclCommInitRank(void** communicator, int size, Id id, int rank) {
     if (!ready()) return INVALID;
-    // A process that ends before it joins.
-    if (const char* const leaver = std::getenv("STAND_IN_LEAVES"); leaver != nullptr && std::atoi(leaver) == rank) std::_Exit(7);
-    auto it = std::make_shared<Communicator>(Communicator{id.folder, rank, size, std::vector<int>(size), std::vector<int>(size)});
+    leave_at("STAND_IN_LEAVES", rank);
+    auto it = std::make_shared<Communicator>(Communicator{id.folder, rank, size, std::vector<int>(size), std::vector<int>(size), std::vector<bool>(size)});
     if (!publish(it->folder + "/" + std::to_string(rank), "", 0)) return complain("cannot join");
     for (int peer = 0; peer < size; ++peer) {
         while (!exists(it->folder + "/" + std::to_string(peer))) usleep(1000);
@@ -124,6 +136,7 @@ EXPORT Status ncclCommAbort(void* communicator) {
 EXPORT Status ncclCommDestroy(void* communicator) {
     const Communicator it = *shared(communicator);
     unlink((it.folder + "/" + std::to_string(it.rank)).c_str());
+    for (int peer = 0; peer < it.size; ++peer) unlink(connection(it, it.rank, peer).c_str());
     // The last one removes the folder.
     rmdir(it.folder.c_str());
     delete &shared(communicator);
@@ -145,6 +158,16 @@ EXPORT Status ncclGroupEnd() {
     if (!is_open) return complain("ends no group");
     is_open = false;
     if (messages.empty()) return OK;
+    // The first group with another process connects both, and waits for it without a limit.
+    Communicator& own = *of_group;
+    leave_at("STAND_IN_LEAVES_GROUP", own.rank);
+    for (const Message& message : messages) {
+        if (!own.connected[message.peer] && !publish(connection(own, own.rank, message.peer), "", 0)) return complain("cannot connect");
+    }
+    for (const Message& message : messages) {
+        while (!own.connected[message.peer] && !exists(connection(own, message.peer, own.rank))) usleep(1000);
+        own.connected[message.peer] = true;
+    }
     bool begun = false;
     auto work = [=, communicator = std::move(of_group), rest = std::move(messages)]() mutable -> Status {
         if (communicator->aborted) return OK;

@@ -213,18 +213,20 @@ fn train_and_show(
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || {
-            let done = pool.install(|| (trainer.run(), trainer.end()));
+            let (reason, end) = pool.install(|| (trainer.run(), trainer.end()));
+            // The dashboard may stay open after the end.
+            let seconds = began.elapsed().as_secs_f64();
             drop(trainer);
             set_training(false);
-            done
+            (reason, end, seconds)
         })
         .map_err(Error::io("start a thread in", "."))?;
     show(LiveSource::new(records, &activity), &commands, &args.show, log_every, history);
-    let Ok((reason, end)) = training.join() else {
+    let Ok((reason, end, seconds)) = training.join() else {
         return Err(Error::engine("training stopped with a panic; this is a bug in finetune"));
     };
     let reason = reason?;
-    let text = closing_words(&end, reason, began.elapsed().as_secs_f64(), &prompt);
+    let text = closing_words(&end, reason, seconds, &prompt);
     writeln!(stderr(), "{}", sanitize_block(text.trim_end())).ok();
     Ok(reason)
 }

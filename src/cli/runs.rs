@@ -127,7 +127,11 @@ impl Summary {
         let log = path.join("events.jsonl");
         let started = started(&log);
         let last = last_records(&log, LOG_END).next();
-        let steps = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
+        let steps = last.as_ref().and_then(|last| match &last.event {
+            Event::Started(started) => started.resumed_from,
+            event => event.step(),
+        });
+        let steps = steps.unwrap_or(0);
         // Repeated steps may have raised the number.
         let total_steps = started.as_ref().map_or(0, |started| started.total_steps.max(steps));
         let checkpoints = list(path).unwrap_or_default();

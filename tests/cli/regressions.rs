@@ -407,6 +407,13 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     assert_eq!(json, fixture.json("runs list --json"));
     assert_eq!((&json[1]["run"], &json[1]["steps"], &json[1]["state"]), (&"again".into(), &3.into(), &"done".into()));
     assert!(json[1]["bytes"].as_u64() > Some(1000), "{json}");
+    // Regression: a resumed run had no steps until the end of its first.
+    let log = fixture.run("first").join("events.jsonl");
+    let lines = fs::read_to_string(&log).unwrap();
+    let started = lines.lines().next().unwrap().replacen("\"resumed_from\":null", "\"resumed_from\":2", 1);
+    fs::write(&log, format!("{lines}{started}\n")).unwrap();
+    let json = fixture.json("runs --json");
+    assert!(json.as_array().unwrap().iter().any(|run| run["run"] == "first" && run["steps"] == 2), "{json}");
     let said = fixture.said("runs delete first first --yes");
     assert!(said.starts_with("deleted run `first`, 1 checkpoint, ") && said.lines().count() == 1, "{said}");
     assert!(!fixture.path("checkpoints/first").exists());

@@ -213,6 +213,11 @@ impl RunState {
         }
     }
 
+    /// Keeps the time of a suspended process out of the estimate of the remaining time.
+    pub(crate) fn suspended(&mut self) {
+        self.pace.interrupt();
+    }
+
     /// A new run discards the previous one in the log; a resumed one discards the steps it will repeat.
     fn begin(&mut self, resumed_from: Option<u64>) {
         let Some(step) = resumed_from else {

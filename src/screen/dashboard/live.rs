@@ -84,6 +84,7 @@ impl<W: Write> Live<'_, W> {
                 if self.screen.suspend().is_err() {
                     self.terminate();
                 }
+                self.app.scene.live.suspended();
             }
             Event::Key(key) if key.kind != KeyEventKind::Release => {
                 let command = self.app.key(key);

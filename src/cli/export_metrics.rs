@@ -55,7 +55,7 @@ fn row(LoggedStep { t, s, step, probe, validation }: &LoggedStep) -> serde_json:
         ("seconds", to_string(s)),
         ("loss", to_string(&Number(step.loss))),
         ("outcome", to_string(&step.outcome)),
-        ("loss_scale", to_string(&step.loss_scale)),
+        ("loss_scale", to_string(&f64::from(step.loss_scale))),
         ("grad_norm", to_string(&Number(step.grad_norm))),
         ("clip", to_string(&Number(step.clip_coef))),
         ("lr", to_string(&step.lr)),

@@ -75,11 +75,12 @@ impl<W: Write> PlainPrinter<W> {
         let counted = self.run.grads.as_ref().filter(|(counted, ..)| counted == at);
         let p1 = counted.and_then(|(_, scale, stats)| stats.log2_p1(*scale));
         let mut line = format!(
-            "step={} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} \
+            "step={} epoch={epoch:.2} loss={} loss_avg={} scale={} grad_min={} grad_max={} \
              grad_p1={} zero={} subnormal={} norm_scaled={} norm={} lr={} updates={updates} skipped={skipped} success={} tokens_per_s={tokens_per_s:.0} step_ms={}",
             steps(*at, total),
             loss(f64::from(step.loss)),
             loss(if count == 0 { f64::NAN } else { sum / f64::from(count) }),
+            f64::from(*loss_scale),
             magnitude(grads.min_abs),
             magnitude(Some(grads.max_abs)),
             magnitude(p1.map(|p1| p1.exp2() as f32)),
@@ -273,8 +274,8 @@ mod tests {
     #[test]
     fn maxima_are_a_line_in_the_order_of_layers() {
         let layers = [("head", 5e-4), ("h.10", 2.0), ("h.2", 31.0)].map(|(layer, max)| (layer.to_owned(), max)).into();
-        let found = lines(128, vec![Event::GradMax(GradMax { step: 20, loss_scale: 65536.0, layers })]);
-        assert_eq!(found, ["maxima step=20 scale=65536 h.2=3.1e1 h.10=2.0e0 head=5.0e-4"]);
+        let found = lines(128, vec![Event::GradMax(GradMax { step: 20, loss_scale: 1_073_741_824.0, layers })]);
+        assert_eq!(found, ["maxima step=20 scale=1073741824 h.2=3.1e1 h.10=2.0e0 head=5.0e-4"]);
     }
 
     #[test]

@@ -160,7 +160,12 @@ fn maxima_line(maxima: &GradMax) -> String {
     let mut layers: Vec<_> = maxima.layers.iter().collect();
     layers.sort_by_key(|(layer, _)| PrecisionUnit::of(layer));
     let layers = layers.into_iter().map(|(layer, largest)| format!("{layer}={}", magnitude(Some(*largest))));
-    format!("maxima step={} scale={} {}", maxima.step, maxima.loss_scale, layers.collect::<Vec<_>>().join(" "))
+    format!(
+        "maxima step={} scale={} {}",
+        maxima.step,
+        f64::from(maxima.loss_scale),
+        layers.collect::<Vec<_>>().join(" ")
+    )
 }
 
 fn origin_pair(origin: &FirstNonFinite) -> String {
@@ -186,9 +191,10 @@ fn finished_line(finished: &Finished) -> String {
     let Finished { step, updates, skipped, loss_scale, tokens, seconds, .. } = finished;
     let mut line = format!(
         "finished reason={reason} step={step} updates={updates} skipped={skipped} success={} loss={} \
-         scale={loss_scale} tokens={tokens} seconds={seconds:.1}",
+         scale={} tokens={tokens} seconds={seconds:.1}",
         percent(*updates, *step),
         loss(f64::from(finished.loss)),
+        f64::from(*loss_scale),
     );
     line.extend(finished.val_loss.map(|val_loss| format!(" val_loss={}", loss(val_loss))));
     line.extend(finished.peak_rss_bytes.map(|peak| format!(" peak_rss_mb={}", peak / 1_000_000)));

@@ -198,11 +198,17 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
-/// Shortens a tensor's long name: by the words before the block's number, then in the middle, because the end names the
-/// tensor.
+/// Shortens a tensor's long name: by the words before the block's number and before an expert's, then in the middle,
+/// because the end names the tensor.
 pub(crate) fn shortened_name(name: &str, width: usize) -> String {
     let fits = |name: &str| name.chars().count() <= width;
     let name = name.split_once("layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
+    let of_expert = || {
+        let (block, tensor) = name.split_once(".experts.")?;
+        Some(format!("{}.e{tensor}", block.split('.').next()?))
+    };
+    let shorter = Some(name).filter(|name| !fits(name)).and_then(|_| of_expert());
+    let name = shorter.as_deref().unwrap_or(name);
     if fits(name) {
         return name.to_owned();
     }
@@ -268,6 +274,7 @@ mod tests {
         assert_eq!(shortened_name(&format!("model.{name}"), 38), "11.self_attn.q_proj.weight");
         assert_eq!(shortened_name(name, 30), "11.self_attn.q_proj.weight");
         assert_eq!(shortened_name(name, 24), "11.self_a….q_proj.weight");
+        assert_eq!(shortened_name("layers.0.mlp.experts.17.down_proj.weight", 24), "0.e17.down_proj.weight");
         assert_eq!([shortened_name(name, 1), shortened_name(name, 0)], ["…", "…"]);
     }
 }

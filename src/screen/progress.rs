@@ -23,7 +23,7 @@ pub(crate) struct StatusLine<W: Write> {
     /// Whether the cursor is at the end of a status line.
     open: bool,
     /// The share of the steps that are done, and the last figures.
-    status: (f64, String),
+    status: (f64, Vec<String>),
     /// When the step in progress began.
     since: Option<Instant>,
     ascii: bool,
@@ -33,7 +33,7 @@ impl<W: Write> StatusLine<W> {
     /// A status line on `err`, which should be a terminal.
     pub(crate) fn new(err: W, ascii: bool) -> Self {
         let run = RunState::default();
-        let status = (0.0, String::new());
+        let status = (0.0, Vec::new());
         Self { err, run, drawn: None, open: false, status, since: None, ascii }
     }
 
@@ -72,30 +72,36 @@ impl<W: Write> StatusLine<W> {
         self.put(status_line(&self.line(width())))
     }
 
-    fn figures(&self) -> (f64, String) {
+    fn figures(&self) -> (f64, Vec<String>) {
         let step = &self.run.step;
         let total = self.run.total_steps();
         let share = if total == 0 { 0.0 } else { step.step as f64 / total as f64 };
         let eta = self.run.remaining().map_or_else(|| "--:--:--".into(), clock);
-        let figures = format!(
-            "{:.1}% step {} ETA {eta} {} tok/s loss {} scale {} skipped {}",
-            share * 100.0,
-            steps(step.step, total),
-            count(step.tokens_per_s),
-            loss(f64::from(step.loss)),
-            scale(step.loss_scale),
-            step.skipped,
-        );
+        let figures = vec![
+            format!("{:.1}%", share * 100.0),
+            format!("step {}", steps(step.step, total)),
+            format!("ETA {eta}"),
+            format!("{} tok/s", count(step.tokens_per_s)),
+            format!("loss {}", loss(f64::from(step.loss))),
+            format!("scale {}", scale(step.loss_scale)),
+            format!("skipped {}", step.skipped),
+        ];
         (share, figures)
     }
 
-    /// The status in at most `width` columns; the bar takes the space that the figures leave.
+    /// The figures that fit in `width` columns, after a bar that takes the rest of the space.
     fn line(&self, width: usize) -> String {
         let (share, figures) = &self.status;
-        let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
+        let mut text = String::new();
+        for figure in figures {
+            if text.chars().count() + figure.chars().count() + 1 > width {
+                break;
+            }
+            text = format!("{text} {figure}");
+        }
+        let cells = BAR.min(width - text.chars().count());
         let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
-        let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
-        format!("{bar}{figures}").trim_start().chars().take(width).collect()
+        format!("{}{}{text}", "━".repeat(full), "─".repeat(cells - full)).trim_start().to_owned()
     }
 
     fn above(&mut self, line: &str) -> io::Result<()> {
@@ -114,7 +120,7 @@ impl<W: Write> Renderer for StatusLine<W> {
         if let Event::Started(started) = &record.event {
             let done = started.resumed_from.unwrap_or(0);
             let total = started.total_steps;
-            self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
+            self.status = (done as f64 / total.max(1) as f64, vec![format!("step {done}/{total}")]);
         }
         self.run.apply(*record);
         let due = || self.drawn.is_none_or(|drawn| drawn.elapsed() >= REDRAW_INTERVAL);
@@ -210,11 +216,11 @@ mod tests {
     #[test]
     fn a_step_of_any_length_keeps_its_line() {
         let text = output(false, |progress| {
-            progress.status.1 = "figures ".repeat(100);
+            progress.status.1 = vec!["figures".to_owned(); 100];
             progress.since = Instant::now().checked_sub(Duration::from_secs(2000));
             progress.wait().unwrap();
         });
-        assert!(text.contains(" (+2000.") && text.trim_end().len() <= width() + "\r\x1b[K".len(), "{text:?}");
+        assert!(text.contains(" (+2000.") && text.trim_end().chars().count() <= width() + "\r\x1b[K".len(), "{text:?}");
     }
 
     /// Regression: the path of a run wrapped the line of a command that read it, which stayed at each update.
@@ -232,6 +238,7 @@ mod tests {
             for width in 0..200 {
                 let line = progress.line(width);
                 assert!(line.chars().count() <= width, "{width}: {line}");
+                assert!(!line.contains("scale") || line.contains("scale 2^15"), "{line}");
             }
             progress.run = RunState::default();
             progress.status = progress.figures();

@@ -282,10 +282,8 @@ impl App {
     /// Closes the topmost dialog or detail view.
     fn close(&mut self) {
         if self.dialog.take().is_some()
-            || self.events.close()
-            || self.tensors.close()
-            || self.scene.charts.cursor.take().is_some()
-            || self.overview.close()
+            || self.tab == 0 && self.scene.charts.cursor.take().is_some()
+            || self.tab(self.tab).0.close()
         {
             return;
         }

@@ -10,6 +10,7 @@ mod parameters;
 mod state;
 mod view;
 
+use crate::screen::terminal::keys::is_ctrl_z;
 use crate::screen::terminal::{Screen, ShutdownFlag};
 use crate::ui::{Page, Theme};
 use crate::{Error, Result};
@@ -61,6 +62,7 @@ fn show(mut state: LabState, theme: Theme, evaluate: &mut Evaluate) -> io::Resul
         let event = screen.next_event(if state.playing { FRAME } else { TICK })?;
         changed = event.is_some() || state.tick();
         match event {
+            Some(Event::Key(key)) if is_ctrl_z(key) && key.kind == KeyEventKind::Press => screen.suspend()?,
             Some(Event::Key(key)) if key.kind != KeyEventKind::Release && state.press(key).is_break() => break,
             Some(Event::Resize(..)) => state.stale = true,
             _ => {}

@@ -56,7 +56,10 @@ impl UnderflowReport {
         let highest = gradients.highest().unwrap_or(0);
         let best = (all.iter().filter(|row| row.shares.overflow == 0.0))
             .copied()
-            .reduce(|best, row| if row.shares.normal > best.shares.normal { row } else { best })
+            .reduce(|best, row| {
+                let merit = |row: &UnderflowRow| (row.shares.normal, -row.shares.flushed);
+                if merit(&row) > merit(&best) { row } else { best }
+            })
             .unwrap_or(all[0]);
         let shift = shift.unwrap_or(best.shift);
         let near = |row: &UnderflowRow| (row.shift - best.shift).abs() <= 3 || (row.shift - shift).abs() <= 1;
@@ -282,6 +285,10 @@ mod tests {
         let report = UnderflowReport::new("", wide, FloatFormat::FP16, None);
         assert_eq!((report.best, report.margin), (16, 0));
         assert_eq!(report.best_shares.overflow, 0.0);
+        // Too small for normal numbers at every scale.
+        let tiny = ExponentHistogram::from_counts((-66..=-62).map(|e| (e, 1)));
+        let report = UnderflowReport::new("", tiny, FloatFormat::FP16, None);
+        assert_eq!((report.best, report.best_shares.flushed), (40, 0.2));
     }
 
     #[test]

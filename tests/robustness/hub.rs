@@ -484,10 +484,12 @@ fn refusals_by_status_say_what_to_do_and_leave_nothing() {
         ("404 Not Found\r\nX-Error-Code: RevisionNotFound", "check `--revision`", 1),
         ("401 Unauthorized", "set `HF_TOKEN`", 1),
         ("403 Forbidden", "accept its terms at", 1),
+        ("403 X\r\nX-Error-Message: Ask the author", "denies access (403 Forbidden: Ask the author); accept", 1),
         ("429 Too Many Requests", "keeps answering 429", 5),
         ("429 Too Many Requests\r\nRetry-After: 3600", "keeps answering 429", 1),
         ("500 Internal Server Error", "keeps answering 500", 5),
         ("418 I'm a teapot", "the server answers 418", 1),
+        (&*format!("418 X\r\nX-Error-Message: {}", "a".repeat(1000)).leak(), &format!(": {}…; ", "a".repeat(300)), 1),
     ];
     let server = Server::start();
     for (status, expected, requests) in cases {

@@ -27,7 +27,8 @@ struct State {
     committed: BTreeMap<String, Vec<u8>>,
     /// Method and path of each request, with `+token` if the token came along.
     log: Vec<String>,
-    /// Statuses of the next requests whose path contains the text; `drop` closes the connection in the middle.
+    /// Statuses of the next requests whose path contains the text, after `|` the body; `drop` closes the connection in
+    /// the middle.
     faults: Vec<(&'static str, &'static str)>,
     /// A file to delete before its contents are sent.
     deleted: Option<PathBuf>,
@@ -100,7 +101,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     reader.read_exact(&mut body)?;
     let (status, text) = match fault {
         Some("drop") => return Ok(()),
-        Some(status) => (status, String::new()),
+        Some(fault) => fault.split_once('|').map_or((fault, String::new()), |(status, body)| (status, body.to_owned())),
         // Amazon's storage requires the signed headers.
         None if method == "PUT" && header("x-signed: ").is_none() => ("403 Forbidden", String::new()),
         None if path.contains("/verify/") && header("content-type: ").as_deref() != Some(LFS) => {
@@ -254,8 +255,16 @@ fn refusals_name_the_cause_and_change_nothing() {
     let (server, fixture) = (Server::start(), CliFixture::new());
     for (path, status, expected) in [
         ("/create", "401 Unauthorized", "set `HF_TOKEN` to a token that may write"),
+        ("/create", "403 X\r\nX-Error-Message: Not your name", "denies access (403 Forbidden: Not your name); set"),
         ("/preupload/", "403 Forbidden", "set `HF_TOKEN` to a token that may write"),
-        ("/objects/batch", "400 Bad Request", "the server answers 400"),
+        (
+            "/preupload/",
+            "403 X|{\"error\": \"hf_geheim: out of\\u001b[2J quota\"}",
+            "(403 Forbidden: …: out of\\u001b[2J quota)",
+        ),
+        ("/objects/batch", "400 Bad Request", "the server answers 400 Bad Request\n"),
+        ("/objects/batch", "422 X|{\"message\": \"too many\"}", "answers 422 Unprocessable Entity: too many\n"),
+        ("/objects/batch", "422 X|no JSON", "answers 422 Unprocessable Entity\n"),
         ("/storage/", "307 X\r\nLocation: /storage/", "the server redirects the upload"),
         ("/commit/", "412 Precondition Failed", "the model was changed at the same time"),
         ("/commit/", "409 Conflict", "the model was changed at the same time"),

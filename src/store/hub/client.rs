@@ -240,7 +240,7 @@ impl Client {
             let (failure, asked) = match send() {
                 Err(failure @ HubError::Network(_)) => (failure, None),
                 Err(failure) => return Err(failure),
-                Ok(response) => match HubError::from_status(&response) {
+                Ok(mut response) => match HubError::from_status(&mut response, &self.settings) {
                     None => return Ok(response),
                     Some(failure @ HubError::Server(_)) => {
                         let seconds = header_text(&response, "retry-after").and_then(|text| text.parse().ok());

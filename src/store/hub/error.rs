@@ -4,10 +4,19 @@ use super::client::header_text;
 use super::settings::{Settings, without_password};
 use super::{ALIASES, Repo, RepoType};
 use crate::Error;
-use std::io;
+use crate::untrusted::sanitize_line;
+use serde_json::Value;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 use ureq::Body;
-use ureq::http::{Response, StatusCode};
+use ureq::http::Response;
+
+/// Characters of a server's reason that are shown.
+const MAX_REASON: usize = 300;
+
+/// Bytes of an answer in which the reason is looked for.
+const MAX_ANSWER: u64 = 16 << 10;
 
 /// Why a transfer failed.
 #[derive(Debug, thiserror::Error)]
@@ -17,13 +26,13 @@ pub(super) enum HubError {
     Network(String),
     /// A server error or a busy server, after all attempts.
     #[error("the server keeps answering {0}")]
-    Server(StatusCode),
+    Server(String),
     /// 401 or 403.
     #[error("the server denies access ({0})")]
-    Unauthorized(StatusCode),
+    Unauthorized(String),
     /// 409 or 412: what should be created exists, or what should be changed has changed.
-    #[error("the server reports a conflict")]
-    Conflict,
+    #[error("the server reports a conflict ({0})")]
+    Conflict(String),
     #[error("the server has no such file")]
     NoSuchFile,
     #[error("the server has no such repository")]
@@ -59,20 +68,19 @@ impl HubError {
         move |source| Self::Local(failure(source))
     }
 
-    /// The failure for a status; `None` for success and redirects.
-    pub(super) fn from_status(response: &Response<Body>) -> Option<Self> {
-        let status = response.status();
-        match (status.as_u16(), header_text(response, "x-error-code")) {
-            (200..=399, _) => None,
+    /// The failure for a status, with the server's reason; `None` for success and redirects.
+    pub(super) fn from_status(response: &mut Response<Body>, settings: &Settings) -> Option<Self> {
+        Some(match (response.status().as_u16(), header_text(response, "x-error-code")) {
+            (200..=399, _) => return None,
             // The Hub answers 401 for a repository that does not exist, to hide private ones.
-            (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
-            (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
-            (401 | 403, _) => Some(Self::Unauthorized(status)),
-            (409 | 412, _) => Some(Self::Conflict),
-            (404 | 410, _) => Some(Self::NoSuchFile),
-            (408 | 429 | 500.., _) => Some(Self::Server(status)),
-            _ => Some(Self::Refused(format!("the server answers {status}"))),
-        }
+            (_, Some("RepoNotFound")) => Self::NoSuchRepo,
+            (_, Some("RevisionNotFound")) => Self::NoSuchRevision,
+            (404 | 410, _) => Self::NoSuchFile,
+            (401 | 403, _) => Self::Unauthorized(answer(response, settings)),
+            (409 | 412, _) => Self::Conflict(answer(response, settings)),
+            (408 | 429 | 500.., _) => Self::Server(answer(response, settings)),
+            _ => Self::Refused(format!("the server answers {}", answer(response, settings))),
+        })
     }
 
     /// Whether the file does not exist.
@@ -133,5 +141,38 @@ impl HubError {
         let (origin, message) =
             (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}{offline}; {advice}"));
         if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
+    }
+}
+
+/// The status and, if the server gives one, the reason for it.
+fn answer(response: &mut Response<Body>, settings: &Settings) -> String {
+    let status = response.status();
+    let header = header_text(response, "x-error-message").map(str::to_owned);
+    match header.or_else(|| reason_in_body(response, settings)) {
+        Some(reason) => format!("{status}: {}", shown(&reason, settings)),
+        None => status.to_string(),
+    }
+}
+
+/// The reason in an answer in JSON: `error` of the Hub, `message` of Git LFS.
+fn reason_in_body(response: &mut Response<Body>, settings: &Settings) -> Option<String> {
+    let mut body = response.body_mut().as_reader().take(MAX_ANSWER);
+    let (mut text, mut buffer, began) = (Vec::new(), [0; 1024], Instant::now());
+    while began.elapsed() < settings.timeout
+        && let Ok(read @ 1..) = body.read(&mut buffer)
+    {
+        text.extend_from_slice(&buffer[..read]);
+    }
+    let answer: Value = serde_json::from_slice(&text).ok()?;
+    ["error", "message"].iter().find_map(|key| Some(answer[key].as_str()?.to_owned()))
+}
+
+/// A server's text for a message: one short line, without the token.
+pub(super) fn shown(reason: &str, settings: &Settings) -> String {
+    let reason = settings.token.as_ref().map_or_else(|| reason.to_owned(), |token| reason.replace(token, "…"));
+    let reason = sanitize_line(reason.trim());
+    match reason.char_indices().nth(MAX_REASON) {
+        Some((end, _)) => format!("{}…", &reason[..end]),
+        None => reason.into_owned(),
     }
 }

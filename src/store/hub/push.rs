@@ -4,7 +4,7 @@
 //! changes only with the commit.
 
 use super::client::{Client, Payload, is_trusted, read_json};
-use super::error::HubError;
+use super::error::{HubError, shown};
 use super::settings::without_password;
 use super::{Hub, check_name};
 use crate::digest::{Digest, read_at_most};
@@ -46,7 +46,7 @@ impl Hub<'_> {
             _ => {
                 let body = json!({ "type": "model", "organization": owner, "name": name }).to_string();
                 match self.post("/api/repos/create", JSON, &body) {
-                    Err(HubError::Conflict) => Ok(false),
+                    Err(HubError::Conflict(_)) => Ok(false),
                     answer => answer.map(|_| true).map_err(|failure| self.cannot_push(id, failure)),
                 }
             }
@@ -126,7 +126,11 @@ impl Hub<'_> {
                 return Err(HubError::Refused(format!("the server does not know where to store `{}`", upload.name)));
             };
             if let Some(message) = object["error"]["message"].as_str() {
-                return Err(HubError::Refused(format!("the server refuses `{}`: {message}", upload.name)));
+                return Err(HubError::Refused(format!(
+                    "the server refuses `{}`: {}",
+                    upload.name,
+                    shown(message, &self.settings)
+                )));
             }
             let actions = &object["actions"];
             let (to, verify) = (&actions["upload"], &actions["verify"]);
@@ -169,13 +173,16 @@ impl Hub<'_> {
         }
         let advice = match failure {
             HubError::Unauthorized(_) | HubError::NoSuchRepo => {
-                "set `HF_TOKEN` to a token that may write to this model, or run `hf auth login`"
+                "; set `HF_TOKEN` to a token that may write to this model, or run `hf auth login`"
             }
-            HubError::Conflict => "the model was changed at the same time; start the command again",
-            _ => "start the command again; files that have arrived are not sent again",
+            HubError::Conflict(_) => "; the model was changed at the same time; start the command again",
+            HubError::Network(_) | HubError::Server(_) => {
+                "; start the command again; files that have arrived are not sent again"
+            }
+            _ => "",
         };
         let origin = format!("{id} at `{}`", without_password(&self.settings.endpoint));
-        Error::hub(origin, format!("cannot upload: {failure}; {advice}"))
+        Error::hub(origin, format!("cannot upload: {failure}{advice}"))
     }
 }
 

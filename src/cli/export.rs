@@ -1,7 +1,7 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::model::ModelSourceArgs;
+use crate::cli::model::{ModelSourceArgs, print_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
@@ -126,21 +126,28 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     // It would write over a question.
     drop(reporter);
     let mut hub = Hub::new(Settings::from_env());
-    if let Some(id) = &args.push.push
-        && !hub.create_model(id)?
+    let push = args.push.push.as_deref();
+    let exists = push.map(|id| hub.has_model(id)).transpose()? == Some(true);
+    if let Some(id) = push
+        && exists
         && !(args.push.yes || confirmed(&format!("Overwrite files of `{id}` on the Hub?"), "--push", out)?)
     {
         return Ok(());
     }
     let reporter = Reporter::of("exporting");
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
-    let upload = |id: &String| {
+    let upload = |id| {
         reporter.activity.begin("uploading");
-        hub.push(id, &files_to_push(&trained, id, &written)?)
+        hub.push(id, exists, &files_to_push(&trained, id, &written)?)
     };
-    let address = args.push.push.as_ref().map(upload).transpose()?;
+    let address = push.map(upload).transpose();
     drop(reporter);
-    if let Some(address) = address {
+    if address.is_err() {
+        let paths: Vec<_> = written.iter().map(|path| format!("`{}`", path.display())).collect();
+        let paths = paths.join(" and ");
+        print_notice(&format!("{paths} is complete; remove it before you start the command again"));
+    }
+    if let Some(address) = address? {
         writeln!(out, "{address}").map_err(Error::stdout)?;
     }
     print_paths(&written, out)

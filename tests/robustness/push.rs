@@ -119,6 +119,10 @@ fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'stati
         sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat()
     };
     match (method, path) {
+        ("GET", path) if path.starts_with("/api/models/") => {
+            let exists = state.models.iter().any(|model| path.ends_with(model));
+            (if exists { "200 OK" } else { "404 Not Found\r\nX-Error-Code: RepoNotFound" }, String::new())
+        }
         ("POST", "/api/repos/create") => {
             let model = format!("{}/{}", json()["organization"].as_str().unwrap(), json()["name"].as_str().unwrap());
             if state.models.contains(&model) {
@@ -254,6 +258,7 @@ fn a_file_that_cannot_be_read_is_no_failure_of_the_network() {
 fn refusals_name_the_cause_and_change_nothing() {
     let (server, fixture) = (Server::start(), CliFixture::new());
     for (path, status, expected) in [
+        ("/api/models/me/mine", "401 Unauthorized", "set `HF_TOKEN` to a token that may write"),
         ("/create", "401 Unauthorized", "set `HF_TOKEN` to a token that may write"),
         ("/create", "403 X\r\nX-Error-Message: Not your name", "denies access (403 Forbidden: Not your name); set"),
         ("/preupload/", "403 Forbidden", "set `HF_TOKEN` to a token that may write"),
@@ -283,10 +288,38 @@ fn refusals_name_the_cause_and_change_nothing() {
         let (code, said) = server.finetune(&fixture, line, token);
         assert!(code == 2 && said.contains(expected), "{line}: {said}");
     }
-    // A mistyped model creates nothing on the Hub.
+    // An export that fails creates nothing on the Hub.
     server.requests();
-    let (code, said) = server.finetune(&fixture, "export ./missing out --push me/mine", TOKEN);
-    assert!(code == 2 && !server.requests().iter().any(|request| request.contains("/create")), "{said}");
+    for line in ["export ./missing out --push me/new", "export model model --push me/new"] {
+        let (code, said) = server.finetune(&fixture, line, TOKEN);
+        assert!(code == 2 && !server.requests().iter().any(|request| request.contains("/create")), "{said}");
+    }
+}
+
+/// A member of an organization may write to a model of it, but create none.
+#[test]
+fn a_model_that_exists_needs_no_permission_to_create_one() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    server.0.lock().unwrap().models.push("me/mine".to_owned());
+    server.fault("/create", "403 Forbidden");
+    let (code, said) = server.finetune(&fixture, "export model out --push me/mine --yes", TOKEN);
+    assert_eq!(code, 0, "{said}");
+    assert!(server.committed().contains_key("model.safetensors"));
+}
+
+#[test]
+fn a_failed_push_says_how_to_repeat_it() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    server.fault("/commit/", "429 X\r\nRetry-After: 3600");
+    let line = "export model out --push me/mine --yes";
+    let (code, said) = server.finetune(&fixture, line, TOKEN);
+    assert!(code == 1 && said.contains("`out` is complete; remove it before you start the command again"), "{said}");
+    assert!(said.contains("start the command again; files that have arrived are not sent again"), "{said}");
+    fs::remove_dir_all(fixture.path("out")).unwrap();
+    server.requests();
+    assert_eq!(server.finetune(&fixture, line, TOKEN).0, 0);
+    assert_eq!(server.committed(), files(&fixture.path("out")));
+    assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
 }
 
 #[test]
@@ -294,13 +327,12 @@ fn nothing_is_sent_offline_or_of_a_file_above_5_gb() {
     let server = Server::start();
     let endpoint = server.0.lock().unwrap().address.clone();
     let settings = Settings { endpoint, token: Some(TOKEN.to_owned()), ..Settings::from_vars(|_| None) };
-    let error =
-        Hub::new(Settings { offline: true, ..settings.clone() }).create_model("me/mine").unwrap_err().to_string();
+    let error = Hub::new(Settings { offline: true, ..settings.clone() }).has_model("me/mine").unwrap_err().to_string();
     assert!(error.contains("needs the network; unset `HF_HUB_OFFLINE`"), "{error}");
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(5_000_000_001).unwrap();
     let files = [("model.safetensors".to_owned(), file.path().to_owned())];
-    let error = Hub::new(settings).push("me/mine", &files).unwrap_err().to_string();
+    let error = Hub::new(settings).push("me/mine", false, &files).unwrap_err().to_string();
     assert!(error.contains("has more than 5 GB; use `hf upload`"), "{error}");
     assert!(server.requests().is_empty());
 }

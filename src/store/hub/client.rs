@@ -200,7 +200,7 @@ impl Client {
     }
 
     /// Sends a `GET` and follows redirects until a response satisfies `answered`.
-    fn get(
+    pub(super) fn get(
         &self,
         start: &str,
         range: Option<&str>,

@@ -3,7 +3,7 @@
 //! A file that the server already has is not sent again, so a command that is started again continues. The model
 //! changes only with the commit.
 
-use super::client::{Client, Payload, is_trusted, read_json};
+use super::client::{ATTEMPTS, Client, Payload, is_trusted, read_json};
 use super::error::{HubError, shown};
 use super::settings::without_password;
 use super::{Hub, check_name};
@@ -32,30 +32,30 @@ struct Upload {
 }
 
 impl Hub<'_> {
-    /// Creates the model `id`, `owner/name`; `false` if it exists. Fails with [`Error::Config`] for no token or an
-    /// invalid name, and [`Error::Hub`].
-    pub fn create_model(&mut self, id: &str) -> Result<bool> {
+    /// Whether the model `id`, `owner/name`, exists. Fails with [`Error::Config`] for no token or an invalid name, and
+    /// [`Error::Hub`].
+    pub fn has_model(&mut self, id: &str) -> Result<bool> {
         check_name(id)?;
-        let Some((owner, name)) = id.split_once('/') else {
+        if !id.contains('/') {
             return Err(Error::config("--push", format!("`{id}` has no owner; write the model as `owner/name`")));
-        };
+        }
         let wrong = |message: &str| Err(Error::config("--push", message));
         match (&self.settings.token, self.settings.offline) {
             (_, true) => wrong(&format!("needs the network; unset `{}`", self.settings.offline_variable)),
             (None, _) => wrong("needs a token that may write; set `HF_TOKEN`, or run `hf auth login`"),
             _ => {
-                let body = json!({ "type": "model", "organization": owner, "name": name }).to_string();
-                match self.post("/api/repos/create", JSON, &body) {
-                    Err(HubError::Conflict(_)) => Ok(false),
+                let url = format!("{}/api/models/{id}", self.settings.endpoint);
+                match self.client().and_then(|client| client.get(&url, None, ATTEMPTS, |_| false)) {
+                    Err(HubError::NoSuchRepo | HubError::NoSuchFile) => Ok(false),
                     answer => answer.map(|_| true).map_err(|failure| self.cannot_push(id, failure)),
                 }
             }
         }
     }
 
-    /// Uploads files, each with its path in the repository, to the model `id` in one commit. Returns the model's
-    /// address.
-    pub fn push(&mut self, id: &str, files: &[(String, PathBuf)]) -> Result<String> {
+    /// Uploads files, each with its path in the repository, to the model `id` in one commit. Creates the model unless
+    /// it `exists`, because a token that may write to it need not be allowed to create one. Returns its address.
+    pub fn push(&mut self, id: &str, exists: bool, files: &[(String, PathBuf)]) -> Result<String> {
         let mut uploads = Vec::new();
         for (name, path) in files {
             let bytes = std::fs::metadata(path).map_err(Error::io("read", path))?.len();
@@ -66,8 +66,16 @@ impl Hub<'_> {
             let digest = Digest::of_file(path)?;
             uploads.push(Upload { name: name.clone(), path: path.clone(), digest, large: false });
         }
-        self.upload(id, &mut uploads).map_err(|failure| self.cannot_push(id, failure))?;
+        let created = if exists { Ok(()) } else { self.create(id) };
+        let uploaded = created.and_then(|()| self.upload(id, &mut uploads));
+        uploaded.map_err(|failure| self.cannot_push(id, failure))?;
         Ok(format!("{}/{id}", without_password(&self.settings.endpoint)))
+    }
+
+    fn create(&mut self, id: &str) -> Result<(), HubError> {
+        let (owner, name) = id.split_once('/').unwrap_or_default();
+        let body = json!({ "type": "model", "organization": owner, "name": name }).to_string();
+        self.post("/api/repos/create", JSON, &body).map(drop)
     }
 
     fn upload(&mut self, id: &str, uploads: &mut [Upload]) -> Result<(), HubError> {

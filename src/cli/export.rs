@@ -7,12 +7,12 @@ use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::hub::{Hub, Settings};
+use crate::store::hub::{Hub, Settings, model_repository};
+use crate::train::WeightInit;
 use crate::ui::format::{base_name, printable, short};
 use crate::{Error, Result};
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
-use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -178,9 +178,10 @@ fn model_card(trained: &TrainedModel, id: &str) -> String {
     let library = if trained.base().is_some() { "peft" } else { "transformers" };
     let (mut base, mut text) = (String::new(), String::new());
     if let Some(config) = config {
-        // Only a model of the Hub has a page to link to.
-        if config.model.contains('/') && !Path::new(&config.model).exists() {
-            base = format!("base_model: {}\n", Value::from(config.model.as_str()));
+        // Only a model of the Hub has a page to link to. A run records the commit of such a model.
+        let pretrained = config.revision.is_some() && config.init == WeightInit::Pretrained;
+        if let Some(repository) = model_repository(&config.model).filter(|_| pretrained) {
+            base = format!("base_model: {repository}\n");
         }
         let data: Vec<&str> = config.data.names().iter().map(|name| base_name(name)).collect();
         text = format!(

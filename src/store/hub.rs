@@ -423,6 +423,16 @@ pub fn check_name(id: &str) -> Result<()> {
     Err(Error::model(format!("`{id}`"), format!("{message}{home}")))
 }
 
+/// The repository of a model of the Hub that was named `owner/name`, by an alias, or `hf://owner/name/file.gguf`;
+/// `None` for other names.
+pub fn model_repository(name: &str) -> Option<&str> {
+    let id = name
+        .strip_prefix("hf://")
+        .map_or(name, |file| file.match_indices('/').nth(1).map_or(file, |(at, _)| &file[..at]));
+    let id = ALIASES.iter().find(|(alias, _)| *alias == id).map_or(id, |(_, id)| id);
+    check_name(id).is_ok().then_some(id)
+}
+
 impl Repo {
     fn new(kind: RepoType, id: &str, revision: &str) -> Result<Self> {
         check_name(id)?;
@@ -462,5 +472,18 @@ mod tests {
             assert!(Repo::new(RepoType::Model, "a/b", revision).is_err(), "{revision}");
         }
         assert!(Repo::new(RepoType::Dataset, "a-b_c/d.e", "refs/convert/parquet").is_ok());
+    }
+
+    #[test]
+    fn a_name_of_a_model_has_its_repository() {
+        for (name, repository) in [
+            ("distilgpt2", Some("distilbert/distilgpt2")),
+            ("o/n", Some("o/n")),
+            ("hf://o/n/a/b.gguf", Some("o/n")),
+            ("checkpoints/r/step-1", None),
+            ("../base", None),
+        ] {
+            assert_eq!(model_repository(name), repository, "{name}");
+        }
     }
 }

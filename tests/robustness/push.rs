@@ -322,6 +322,36 @@ fn a_failed_push_says_how_to_repeat_it() {
     assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
 }
 
+/// A path of this machine has no page on the Hub.
+#[test]
+fn the_card_names_the_base_only_if_it_is_a_model_of_the_hub() {
+    const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    fixture.model("bases/one", |_| {});
+    fixture.said("--model bases/one --data text.txt --val none --seq-len 8 --batch-size 1 --steps 1 --run r --plain");
+    fs::rename(fixture.path("bases"), fixture.path("moved")).unwrap();
+    let config = fs::read_to_string(fixture.run("r").join("config.toml")).unwrap();
+    let model = "model = \"bases/one\"\n";
+    assert!(config.contains(model), "{config}");
+    let at_commit = |name: &str| format!("model = \"{name}\"\nrevision = \"{COMMIT}\"\n");
+    for (model, init, base) in [
+        (model.to_owned(), "pretrained", None),
+        (at_commit("distilgpt2"), "pretrained", Some("distilbert/distilgpt2")),
+        (at_commit("hf://o/n/a/b.gguf"), "pretrained", Some("o/n")),
+        (at_commit("o/n"), "random", None),
+    ] {
+        let config = config.replace("model = \"bases/one\"\n", &model).replace("pretrained", init);
+        fs::write(fixture.run("r").join("config.toml"), config).unwrap();
+        let (code, said) = server.finetune(&fixture, "export r out --push me/mine --yes", TOKEN);
+        assert_eq!(code, 0, "{said}");
+        let card = String::from_utf8(server.committed()["README.md"].clone()).unwrap();
+        let found = card.lines().find_map(|line| line.strip_prefix("base_model: "));
+        assert_eq!(found, base, "{model}: {card}");
+        assert!(card.contains("It was trained from"), "{card}");
+        fs::remove_dir_all(fixture.path("out")).unwrap();
+    }
+}
+
 #[test]
 fn nothing_is_sent_offline_or_of_a_file_above_5_gb() {
     let server = Server::start();

@@ -7,10 +7,11 @@ use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::adapter::AdapterFolder;
 use crate::store::hub::{Hub, Settings, model_repository};
 use crate::train::WeightInit;
 use crate::ui::format::{base_name, printable, short};
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use std::io::Write;
@@ -138,7 +139,12 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
     let upload = |id| {
         reporter.activity.begin("uploading");
-        hub.push(id, exists, &files_to_push(&trained, id, &written)?)
+        // A single file has no folder for its card.
+        let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".card-")?;
+        let folder = written.iter().find(|path| path.is_dir()).map_or(folder.path(), PathBuf::as_path);
+        let card = folder.join("README.md");
+        std::fs::write(&card, model_card(&trained, id, folder)).map_err(Error::io("write", &card))?;
+        hub.push(id, exists, &files_to_push(&written, folder)?)
     };
     let address = push.map(upload).transpose();
     drop(reporter);
@@ -153,29 +159,25 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     print_paths(&written, out)
 }
 
-/// The files of an export with their names on the Hub; writes a model card next to them.
-fn files_to_push(trained: &TrainedModel, id: &str, written: &[PathBuf]) -> Result<Vec<(String, PathBuf)>> {
-    let mut files: Vec<PathBuf> = Vec::new();
-    for path in written {
-        if path.is_dir() {
-            let card = path.join("README.md");
-            std::fs::write(&card, model_card(trained, id)).map_err(Error::io("write", &card))?;
-            let entries = std::fs::read_dir(path).map_err(Error::io("read", path))?;
-            files.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()));
-        } else {
-            files.push(path.clone());
-        }
-    }
+/// The written files and those in `folder`, with their names on the Hub.
+fn files_to_push(written: &[PathBuf], folder: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let entries = std::fs::read_dir(folder).map_err(Error::io("read", folder))?.filter_map(Result::ok);
+    let files = written.iter().cloned().chain(entries.map(|entry| entry.path()));
+    let mut files: Vec<PathBuf> = files.filter(|path| path.is_file()).collect();
     files.sort();
     let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok(files.into_iter().map(|path| (name(&path), path)).collect())
 }
 
-/// A model card in the Hub's form.
-fn model_card(trained: &TrainedModel, id: &str) -> String {
+/// A model card in the Hub's form for an export in `folder`, which has only the card if the export is a single file.
+fn model_card(trained: &TrainedModel, id: &str, folder: &Path) -> String {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let config = run.and_then(|run| ConfigArgs::default().resolve_from_run(&run).ok());
-    let library = if trained.base().is_some() { "peft" } else { "transformers" };
+    let library = match () {
+        () if AdapterFolder::exists(folder) => "library_name: peft\n",
+        () if folder.join("config.json").is_file() => "library_name: transformers\n",
+        () => "",
+    };
     let (mut base, mut text) = (String::new(), String::new());
     if let Some(config) = config {
         // Only a model of the Hub has a page to link to. A run records the commit of such a model.
@@ -194,7 +196,7 @@ fn model_card(trained: &TrainedModel, id: &str) -> String {
     }
     let version = env!("CARGO_PKG_VERSION");
     format!(
-        "---\nlibrary_name: {library}\npipeline_tag: text-generation\n{base}tags: [finetune]\n---\n\n# {id}\n\n\
+        "---\n{library}pipeline_tag: text-generation\n{base}tags: [finetune]\n---\n\n# {id}\n\n\
          This model was fine-tuned with finetune {version}.{text}\n"
     )
 }

@@ -238,10 +238,12 @@ fn an_interrupted_upload_is_repeated_and_continued() {
     server.fault("/commit/", "503 Service Unavailable");
     let (code, said) = server.finetune(&fixture, "export model model.gguf --push me/mine", TOKEN);
     assert_eq!(code, 0, "{said}");
-    assert_eq!(
-        server.committed(),
-        BTreeMap::from([("model.gguf".to_owned(), fs::read(fixture.path("model.gguf")).unwrap())])
-    );
+    let mut committed = server.committed();
+    let card = String::from_utf8(committed.remove("README.md").unwrap()).unwrap();
+    assert!(card.starts_with("---\npipeline_tag: ") && card.contains("# me/mine\n"), "{card}");
+    assert!(!fixture.path("README.md").exists());
+    let file = fs::read(fixture.path("model.gguf")).unwrap();
+    assert_eq!(committed, BTreeMap::from([("model.gguf".to_owned(), file)]));
     assert_eq!(server.requests().iter().filter(|request| request.starts_with("PUT")).count(), 2);
 }
 

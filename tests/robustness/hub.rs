@@ -213,6 +213,10 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     // A server that compresses answers has weak hashes.
     let weak = if ask { "W/" } else { "" };
     let headers = format!("ETag: {weak}\"{}\"\r\nX-Repo-Commit: {commit}\r\nConnection: close\r\n", etag(&content));
+    if ask && content.is_empty() {
+        let range = "Content-Range: bytes */0\r\nContent-Length: 0";
+        return write!(out, "HTTP/1.1 416 Range Not Satisfiable\r\n{range}\r\nConnection: close\r\n\r\n");
+    }
     if ask {
         let range = format!("Content-Range: bytes 0-0/{}\r\nContent-Length: 1", content.len());
         write!(out, "HTTP/1.1 206 Partial Content\r\n{headers}{range}\r\n\r\n")?;
@@ -559,6 +563,18 @@ fn a_redirect_within_the_endpoint_is_followed() {
     }
 }
 
+/// A server refuses to send the first byte of an empty file.
+#[test]
+fn an_empty_file_arrives() {
+    let server = Server::start();
+    server.put("generation_config.json", b"");
+    for _ in 0..2 {
+        let files = server.model().unwrap();
+        assert_eq!(fs::read(files.folder.join("generation_config.json")).unwrap(), b"");
+    }
+    assert_eq!(bad_files(server.cache()), [] as [PathBuf; 0]);
+}
+
 #[test]
 fn a_damaged_cache_is_repaired_and_offline_it_is_not_used() {
     let server = Server::start();
@@ -806,7 +822,7 @@ const ATTACKS: [(&str, &str, &str, &str); 63] = [
     ("config.json", "100 Continue\r\n\r\n…", "", "no usable connection"),
     ("config.json", "206 X\r\n…", "", "no usable connection"),
     ("config.json", "304 Not Modified\r\n{about}\r\n", "", "redirects without a target"),
-    ("config.json", "416 X\r\n{about}\r\n", "", "the server answers 416"),
+    ("config.json", "416 X\r\n{about}\r\n", "416 X\r\n\r\n", "the server answers 416"),
     ("config.json", "401 X\r\n\r\n∞", "", "set `HF_TOKEN`"),
     ("config.json", "404 X\r\nX-Error-Code: \u{7f}\r\n\r\n∞", "", "cannot get `config.json`"),
     ("config.json", "503 X\r\nRetry-After: 99999999999999999999\r\nContent-Length: 0\r\n\r\n", "", "keeps answering 503"),

@@ -120,10 +120,15 @@ impl Client {
     /// Requests a file's metadata, up to `attempts` times.
     pub(super) fn metadata(&self, repo: &Repo, file: &str, attempts: u32) -> Result<Metadata> {
         // Request one byte, as `hf-hub` does: the response's headers describe the whole file.
-        let range = Some("bytes=0-0".to_owned());
+        let url = self.url(repo, file);
         // A large file's redirect already has the metadata.
         let answered = |response: &Response<Body>| header_text(response, "x-linked-etag").is_some();
-        Metadata::read(&self.get(&self.url(repo, file), range.as_deref(), attempts, answered)?)
+        let response = match self.get(&url, Some("bytes=0-0"), attempts, answered) {
+            // An empty file has no first byte.
+            Err(HubError::NoSuchRange) => self.get(&url, None, attempts, answered),
+            response => response,
+        };
+        Metadata::read(&response?)
     }
 
     /// Appends the contents of `url` to a partial download. Fails unless the result has exactly `size` bytes.

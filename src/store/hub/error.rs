@@ -35,6 +35,8 @@ pub(super) enum HubError {
     Conflict(String),
     #[error("the server has no such file")]
     NoSuchFile,
+    #[error("the server answers 416 Range Not Satisfiable")]
+    NoSuchRange,
     #[error("the server has no such repository")]
     NoSuchRepo,
     #[error("the repository has no such revision")]
@@ -76,6 +78,7 @@ impl HubError {
             (_, Some("RepoNotFound")) => Self::NoSuchRepo,
             (_, Some("RevisionNotFound")) => Self::NoSuchRevision,
             (404 | 410, _) => Self::NoSuchFile,
+            (416, _) => Self::NoSuchRange,
             (401 | 403, _) => Self::Unauthorized(answer(response, settings)),
             (409 | 412, _) => Self::Conflict(answer(response, settings)),
             (408 | 429 | 500.., _) => Self::Server(answer(response, settings)),

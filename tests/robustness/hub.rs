@@ -1059,6 +1059,32 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     assert!(server.requests().iter().all(|request| request.contains("+token")), "as basic authentication");
 }
 
+/// Only the proxy knows the host.
+#[test]
+fn every_variable_of_a_proxy_lets_requests_leave() {
+    let fixture = tempfile::tempdir().unwrap();
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", proxy.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in proxy.incoming() {
+            let mut stream = stream.unwrap();
+            let mut request = [0; 4096];
+            // The request to connect, and the one that goes to the host.
+            let _ = stream.read(&mut request);
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
+            let _ = stream.read(&mut request);
+            let _ = write!(stream, "HTTP/1.1 403 X\r\nX-Error-Message: of the proxy\r\nContent-Length: 0\r\n\r\n");
+        }
+    });
+    for variable in ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
+        let mut command = launch::program();
+        command.current_dir(fixture.path()).args(["generate", "o/n", "--prompt", "so"]).env_clear();
+        command.env("HF_ENDPOINT", "http://hub.invalid").env("HF_HOME", fixture.path()).env(variable, &address);
+        let (_, _, said) = launch::finish(&mut command);
+        assert!(said.contains("denies access (403 Forbidden: of the proxy)"), "{variable}: {said}");
+    }
+}
+
 /// The server itself must detect requests that the client never sends.
 #[test]
 fn the_server_speaks_http() {

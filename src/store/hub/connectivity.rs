@@ -5,8 +5,9 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Variables that set a proxy, which may reach hosts that this machine cannot connect to.
-const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
+/// Variables that set a proxy, which may reach hosts that this machine cannot connect to. Requests use any of them for
+/// any endpoint.
+const PROXIES: [&str; 6] = ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
 
 /// Connects to the endpoint and disconnects; returns the time taken, or why it failed. Name lookup and connection
 /// together take at most `timeout`.

@@ -702,6 +702,9 @@ fn a_whole_data_set_is_its_files_for_training() {
     assert_eq!(notices, [LoadEvent::Notice(notice.to_owned())]);
     server.put(api, b"{}");
     assert!(text(read(server.settings())).contains("the server's answer has no commit"));
+    server.put(api, &vec![b' '; (16 << 20) + 1]);
+    let message = text(read(server.settings()));
+    assert!(message.contains("answer has more than 16777216 bytes") && !message.contains("connection"), "{message}");
     server.remove(api);
     assert!(text(read(server.settings())).contains("cannot get `the list of files`"));
 }

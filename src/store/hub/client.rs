@@ -369,7 +369,12 @@ impl Metadata {
 
 pub(super) fn read_json(response: &mut Response<Body>) -> Result<Value> {
     let text = response.body_mut().with_config().limit(MAX_SMALL_FILE).read_to_string();
-    let text = text.map_err(|error| HubError::Network(error.to_string()))?;
+    let text = text.map_err(|error| match error {
+        ureq::Error::BodyExceedsLimit(limit) => {
+            HubError::Refused(format!("the server's answer has more than {limit} bytes, the limit for such an answer"))
+        }
+        error => HubError::Network(error.to_string()),
+    })?;
     serde_json::from_str(&text).map_err(|error| HubError::Refused(format!("the server's answer is not JSON: {error}")))
 }
 

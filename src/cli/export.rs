@@ -151,7 +151,9 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     if address.is_err() {
         let paths: Vec<_> = written.iter().map(|path| format!("`{}`", path.display())).collect();
         let paths = paths.join(" and ");
-        print_notice(&format!("{paths} is complete; remove it before you start the command again"));
+        // The failed command may have created the model, which would be asked about.
+        let consent = if args.push.yes { "" } else { " with `--yes`" };
+        print_notice(&format!("the export is complete; remove {paths} before you start the command again{consent}"));
     }
     if let Some(address) = address? {
         writeln!(out, "{address}").map_err(Error::stdout)?;

@@ -313,13 +313,13 @@ fn a_model_that_exists_needs_no_permission_to_create_one() {
 fn a_failed_push_says_how_to_repeat_it() {
     let (server, fixture) = (Server::start(), CliFixture::new());
     server.fault("/commit/", "429 X\r\nRetry-After: 3600");
-    let line = "export model out --push me/mine --yes";
-    let (code, said) = server.finetune(&fixture, line, TOKEN);
-    assert!(code == 1 && said.contains("`out` is complete; remove it before you start the command again"), "{said}");
+    let (code, said) = server.finetune(&fixture, "export model out --push me/mine", TOKEN);
+    let note = "the export is complete; remove `out` before you start the command again with `--yes`\n";
+    assert!(code == 1 && said.contains(note), "{said}");
     assert!(said.contains("start the command again; files that have arrived are not sent again"), "{said}");
     fs::remove_dir_all(fixture.path("out")).unwrap();
     server.requests();
-    assert_eq!(server.finetune(&fixture, line, TOKEN).0, 0);
+    assert_eq!(server.finetune(&fixture, "export model out --push me/mine --yes", TOKEN).0, 0);
     assert_eq!(server.committed(), files(&fixture.path("out")));
     assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
 }

@@ -203,7 +203,7 @@ impl Tokenizer {
     }
 
     /// The id of the token that the vocabulary spells as `token`.
-    fn id(&self, token: &str) -> Option<u32> {
+    pub(crate) fn id(&self, token: &str) -> Option<u32> {
         match &self.kind {
             TokenizerKind::Byte => (token == END_OF_TEXT[0]).then_some(BYTE_EOS),
             TokenizerKind::HuggingFace { inner, .. } => inner.token_to_id(token),

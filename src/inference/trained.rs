@@ -78,8 +78,13 @@ impl TrainedModel {
         let own = file.as_ref().map_or_else(|| weights.tokenizer(), |file| Tokenizer::from_file(file).map(Some))?;
         let aux_files = match &adapters {
             Some(AdapterSource::Checkpoint(_)) => AuxFiles::of_folder(&path)?,
-            Some(AdapterSource::Folder(_)) => with_own_files(weights.aux_files()?, &path)?,
+            // Adapters were trained with the chat template in their folder.
+            Some(AdapterSource::Folder(_)) => weights.aux_files()?.replaced_by(&path)?,
             None => weights.aux_files()?,
+        };
+        let aux_files = match own.as_ref().zip(file.as_ref()) {
+            Some((own, file)) => aux_files.with_tokenizer(own, file)?,
+            None => aux_files,
         };
         let file = match file {
             Some(file) => file,
@@ -242,20 +247,6 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
     let model = StoredModel::open(&path)?;
     let spec = model.spec().clone();
     Ok((WeightSource::Stored(model), spec))
-}
-
-/// The small files of a base, replaced by those in a `folder` of adapters, whose chat template they were trained with.
-fn with_own_files(mut files: AuxFiles, folder: &Path) -> Result<AuxFiles> {
-    let own = AuxFiles::of_folder(folder)?;
-    let template = own.chat()?.template.or(files.chat()?.template);
-    own.iter().for_each(|(name, bytes)| files.insert(name, bytes));
-    // Either configuration of a tokenizer may have a template inside.
-    if files.chat()?.template != template
-        && let Some(template) = template
-    {
-        files.insert(CHAT_TEMPLATE, template);
-    }
-    Ok(files)
 }
 
 /// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on

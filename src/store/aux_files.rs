@@ -71,6 +71,43 @@ impl AuxFiles {
         Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
     }
 
+    /// These files, replaced by those in `folder`. The chat template stays if `folder` has none.
+    pub fn replaced_by(mut self, folder: &Path) -> Result<Self> {
+        let own = Self::of_folder(folder)?;
+        let template = own.chat()?.template.or(self.chat()?.template);
+        self.0.extend(own.0);
+        // Either configuration of a tokenizer may have a template inside.
+        if self.chat()?.template != template
+            && let Some(template) = template
+        {
+            self.insert(CHAT_TEMPLATE, template);
+        }
+        Ok(self)
+    }
+
+    /// These files for a model whose tokenizer is replaced by `tokenizer` from `file`: those in the folder of `file`
+    /// replace them. The model's special tokens keep their meaning if the tokenizer has them and nothing else names
+    /// any.
+    pub fn with_tokenizer(mut self, tokenizer: &Tokenizer, file: &Path) -> Result<Self> {
+        let (tokens, template) = (self.chat()?.tokens, self.chat()?.template);
+        self.0.retain(|name, _| ![TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP].contains(name));
+        if let Some(template) = template {
+            self.insert(CHAT_TEMPLATE, template);
+        }
+        if let Some(folder) = file.parent().filter(|_| file != Path::new("bytes")) {
+            self = self.replaced_by(folder)?;
+        }
+        let known = |token: Option<String>| token.filter(|token| tokenizer.id(token).is_some());
+        let (bos, eos) = (known(tokens.bos), known(tokens.eos));
+        let names_tokens = self.get(TOKENIZER_CONFIG).or(self.get(SPECIAL_TOKENS_MAP)).is_some();
+        if !names_tokens && (bos.is_some() || eos.is_some()) {
+            let mut config = tokenizer_config(&tokenizer.clone().with_eos(eos.as_deref()));
+            config["bos_token"] = bos.into();
+            self.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
+        }
+        Ok(self)
+    }
+
     /// `tokenizer` with the `eos_token` of these files and the BOS token that `rule` determines; `id` is the one in
     /// `config.json`. If BOS differs from the one that `auto` determines, these files record it as `add_bos_token`.
     /// Fails like [`Tokenizer::with_bos`], and with [`Error::Model`] for a file that is not JSON.

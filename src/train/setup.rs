@@ -83,7 +83,8 @@ impl ModelSource {
     }
 
     fn find(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
-        let given = config.tokenizer.as_ref().map(|file| Tokenizer::from_file(config.locate(file))).transpose()?;
+        let file = config.tokenizer.as_ref().map(|file| config.locate(file));
+        let given = file.as_ref().map(Tokenizer::from_file).transpose()?;
         let named = ModelSpec::named(&config.model);
         let random = || WeightSource::Random(config.seed);
         let is_tiny = config.model == "tiny";
@@ -112,6 +113,10 @@ impl ModelSource {
                 WeightSource::Stored(model)
             };
             (spec, own, aux_files, weights)
+        };
+        let aux_files = match given.as_ref().zip(file) {
+            Some((given, file)) => aux_files.with_tokenizer(given, &file)?,
+            None => aux_files,
         };
         Self::checked(config, spec, given.or(own), aux_files, commit, Some(weights))
     }

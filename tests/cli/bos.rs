@@ -196,3 +196,52 @@ fn a_run_keeps_its_rule() {
     let shown = fixture.said("data show --model . --data text.txt --seq-len 8");
     assert!(shown.contains("<s>"), "{shown}");
 }
+
+/// Nothing can read a tokenizer with the configuration of a different one, not even transformers.
+#[test]
+fn another_tokenizer_does_not_get_the_configuration_of_the_models_own() {
+    let fixture = model(true, None);
+    let special = |content: &str| json!({"content": content, "special": true});
+    let config = json!({
+        "bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ eos_token }}",
+        "added_tokens_decoder": {"26": special("<s>"), "27": special("</s>")},
+    });
+    fixture.write("tokenizer_config.json", config.to_string());
+    fixture.write("special_tokens_map.json", r#"{"pad_token": "<s>"}"#);
+    let mut other: Value = serde_json::from_slice(&fs::read(fixture.path("tokenizer.json")).unwrap()).unwrap();
+    other["post_processor"] = Value::Null;
+    other["added_tokens"] = json!([]);
+    other["model"]["vocab"] = ('a'..='z').zip(1..).map(|(letter, id)| (letter.to_string(), Value::from(id))).collect();
+    other["model"]["vocab"]["</s>"] = 0.into();
+    fs::create_dir(fixture.path("other")).unwrap();
+    fixture.write("other/tokenizer.json", other.to_string());
+    let flags = "--tokenizer other/tokenizer.json --data text.txt --seq-len 8 --batch-size 2 --threads 1 --plain";
+    for (run, more) in [("whole", ""), ("adapters", "--lora r=2")] {
+        fixture.said(&format!("--model . --run {run} --steps 2 --set train.sample_tokens=0 {flags} {more}"));
+        fixture.said(&format!("--resume {run} --steps 4 --plain"));
+        fixture.said(&format!("generate {run} --prompt a --max-tokens 2"));
+        fixture.said(&format!("export {run} {run}-out --merge"));
+    }
+    fixture.said("export . folder-out --tokenizer other/tokenizer.json");
+    // The tokenizer's own configuration has precedence.
+    fixture.write("other/tokenizer_config.json", r#"{"eos_token": "z", "chat_template": "{{ bos_token }}"}"#);
+    fixture.said("export . beside-out --tokenizer other/tokenizer.json");
+    for (folder, eos, template) in [
+        ("checkpoints/whole/step-000004", 0, "{{ eos_token }}"),
+        ("checkpoints/adapters/step-000004", 0, "{{ eos_token }}"),
+        ("whole-out", 0, "{{ eos_token }}"),
+        ("adapters-out", 0, "{{ eos_token }}"),
+        ("folder-out", 0, "{{ eos_token }}"),
+        ("beside-out", 26, "{{ bos_token }}"),
+    ] {
+        let path = fixture.path(folder);
+        // The adapters' base is named `.`.
+        let trained = TrainedModel::open_with(&path, None, &mut |_, _| Ok(fixture.path(""))).unwrap();
+        assert_eq!(serde_json::from_slice::<Value>(trained.tokenizer.json()).unwrap(), other, "{folder}");
+        assert_eq!((trained.tokenizer.bos(), trained.tokenizer.eos_id()), (None, Some(eos)), "{folder}");
+        assert_eq!(trained.chat.template.as_deref(), Some(template), "{folder}");
+        assert!(!path.join("special_tokens_map.json").exists(), "{folder}");
+        let config = fs::read_to_string(path.join("tokenizer_config.json")).unwrap();
+        assert!(!config.contains("<s>"), "{folder}: {config}");
+    }
+}

@@ -4,7 +4,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::model::{ModelSourceArgs, print_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::runs::confirmed;
-use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
+use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export, loss_of_format};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::store::adapter::AdapterFolder;
@@ -136,6 +136,9 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         return Ok(());
     }
     let reporter = Reporter::of("exporting");
+    if let Some(loss) = loss_of_format(&trained, format)? {
+        reporter.notice(&format!("warning: {loss}"));
+    }
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
     let upload = |id| {
         reporter.activity.begin("uploading");

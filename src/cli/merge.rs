@@ -2,7 +2,7 @@
 
 use crate::cli::export::{OutArgs, print_paths};
 use crate::cli::model::{DeviceArgs, ModelSourceArgs};
-use crate::inference::export::{ExportScope, WeightDtype, export};
+use crate::inference::export::{ExportScope, WeightDtype, export, loss_of_format};
 use crate::inference::merge::merge_error;
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -31,6 +31,9 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
         return Err(Error::config("MODEL", "has no adapters to merge; specify them with `--adapter FOLDER`"));
     }
     reporter.activity.begin("exporting");
+    if let Some(loss) = loss_of_format(&trained, format)? {
+        reporter.notice(&format!("warning: {loss}"));
+    }
     let written = export(&trained, args.dtype, format, ExportScope::Merged, path)?;
     reporter.activity.begin("comparing logits");
     let open = args.device.open(PrecisionPolicy::FP32)?;

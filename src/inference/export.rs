@@ -47,6 +47,16 @@ impl ExportFormat {
     }
 }
 
+/// A warning about the end tokens of `trained` that a file of `format` cannot have.
+pub fn loss_of_format(trained: &TrainedModel, format: ExportFormat) -> Result<Option<String>> {
+    let omitted = if format == ExportFormat::Gguf { gguf::omitted_ends(trained)? } else { Vec::new() };
+    let name = |id: &u32| trained.tokenizer.token(*id).unwrap_or_else(|| id.to_string());
+    let names: Vec<String> = omitted.iter().map(name).collect();
+    Ok((!names.is_empty()).then(|| {
+        format!("GGUF has no key for further end tokens, so `{}` do not end a text in it", names.join("`, `"))
+    }))
+}
+
 /// The encoding of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightDtype {

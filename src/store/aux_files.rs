@@ -132,14 +132,20 @@ impl AuxFiles {
         Ok(tokenizer)
     }
 
-    /// The tokens that end a text: the end tokens of the model, of `generation_config.json` (one or a list), and of the
-    /// tokenizer.
+    /// The tokens that end a text: the tokenizer's own, and those of the model and of `generation_config.json` (one or
+    /// a list).
     pub fn stop_token_ids(&self, spec: &ModelSpec, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let config = self.json(GENERATION_CONFIG)?;
         let ids = &config["eos_token_id"];
         let ids = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
         let ids = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok());
-        Ok(spec.eos_token_ids.iter().copied().chain(ids).chain(tokenizer.eos_id()).collect())
+        let mut all = Vec::new();
+        for id in tokenizer.eos_id().into_iter().chain(spec.eos_token_ids.iter().copied()).chain(ids) {
+            if !all.contains(&id) {
+                all.push(id);
+            }
+        }
+        Ok(all)
     }
 
     fn json(&self, name: &str) -> Result<Value> {

@@ -14,7 +14,7 @@ mod vocabulary;
 pub use architectures::{GgufHeader, GgufMetadata, gguf_offset};
 pub use model::GgufModel;
 pub use rotary::{ROPE_FACTORS, RopeFactors};
-pub(crate) use vocabulary::vocabulary;
+pub(crate) use vocabulary::{END_KEYS, vocabulary};
 
 use self::mxfp4::BLOCK_BYTES;
 use super::mxfp4::{BLOCK, HALVES, dequantize};
@@ -236,7 +236,7 @@ impl Gguf {
     /// The tokens that end a text or a turn.
     pub fn eos_ids(&self) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
-        for key in ["eos_token_id", "eot_token_id"] {
+        for key in END_KEYS {
             let id = self.token_id(&format!("tokenizer.ggml.{key}"))?;
             ids.extend(id.filter(|id| !ids.contains(id)));
         }

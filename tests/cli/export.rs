@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::Fused;
 use finetune::engine::model::{ForwardMode, InputIds, Parameters, Workspace};
-use finetune::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
+use finetune::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export, loss_of_format};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
@@ -241,18 +241,23 @@ fn a_gguf_file_read_back_computes_the_same() {
     }
 }
 
-/// Llama 3's instruct models have three end tokens. The tokenizer's ends an answer, and GGUF has keys for two.
+/// Llama 3's instruct models have three end tokens, and name some only in `generation_config.json`. The tokenizer's ends
+/// an answer. GGUF has keys for three.
 #[test]
 fn a_gguf_file_keeps_the_tokenizers_end_of_text() {
     let folder = tempfile::tempdir().unwrap();
-    let ends = ("eos_token_id", serde_json::json!([3, 5, 27]));
-    let trained = changed_model("untied", folder.path(), &[ends]);
-    let out = folder.path().join("out.gguf");
-    exported(&trained, Dtype::F32, &out);
-    assert_eq!(
-        (trained.tokenizer.eos_id(), TrainedModel::open(&out, None).unwrap().spec.eos_token_ids),
-        (Some(27), vec![27, 3])
-    );
+    let trained = changed_model("untied", folder.path(), &[("eos_token_id", serde_json::json!([3, 27]))]);
+    for (ends, omitted) in [("[5, 3]", None), ("[5, 7, 27]", Some("so `h` do not end"))] {
+        std::fs::write(trained.path.join("generation_config.json"), format!("{{\"eos_token_id\": {ends}}}")).unwrap();
+        let trained = TrainedModel::open(&trained.path, None).unwrap();
+        let out = folder.path().join(format!("{}.gguf", ends.len()));
+        exported(&trained, Dtype::F32, &out);
+        let again = TrainedModel::open(&out, None).unwrap();
+        assert_eq!((trained.tokenizer.eos_id(), again.spec.eos_token_ids), (Some(27), vec![27, 3, 5]));
+        let loss = loss_of_format(&trained, ExportFormat::Gguf).unwrap();
+        assert_eq!(loss.is_some(), omitted.is_some(), "{loss:?}");
+        assert!(omitted.is_none_or(|part| loss.unwrap().contains(part)));
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn a_run_from_a_gguf_file_needs_it_no_more_and_carries_what_a_chat_needs() {
     let loss = |model: &str| fixture.json(&format!("eval {model} --data text.txt --seq-len 16 --json"))["loss"].clone();
     assert_eq!(loss("model.gguf"), loss("folder"));
     assert_eq!(fs::read_to_string(fixture.path("folder/chat_template.jinja")).unwrap(), TEMPLATE);
-    assert_eq!(json_of(&fixture.path("folder/generation_config.json"))["eos_token_id"], json!([256, 35]));
+    assert_eq!(json_of(&fixture.path("folder/generation_config.json"))["eos_token_id"], json!([256, 35, 36]));
 
     train(&fixture, "--model model.gguf --steps 4 --run second --dtype fp16 --save-every 2");
     fs::remove_file(fixture.path("model.gguf")).unwrap();

@@ -4,7 +4,7 @@ use super::{WeightDtype, write_file};
 use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::gguf::{GgufMetadata, vocabulary};
+use crate::store::gguf::{END_KEYS, GgufMetadata, vocabulary};
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -35,7 +35,8 @@ pub(super) fn write(
     }
     let GgufMetadata { architecture, keys, rope_factors } = header;
     metadata.extend(keys.iter().filter_map(|(key, value)| Some((format!("{architecture}.{key}"), value_of(value)?))));
-    metadata.extend(vocabulary(&trained.tokenizer, &trained.spec, trained.chat.template.as_deref())?);
+    let ends = end_tokens(trained)?;
+    metadata.extend(vocabulary(&trained.tokenizer, &trained.spec, &ends, trained.chat.template.as_deref())?);
 
     let mut tensors = Vec::new();
     // The matrices of the experts, by the name of the tensor that has all of them.
@@ -83,6 +84,18 @@ fn quantize(values: &Tensor, dtype: GgmlDType) -> candle_core::Result<QTensor> {
         dtype => dtype,
     };
     QTensor::quantize(values, dtype)
+}
+
+/// The tokens that end a text, the tokenizer's own first, as in llama.cpp's converter.
+fn end_tokens(trained: &TrainedModel) -> Result<Vec<u32>> {
+    let mut ends = trained.stop_token_ids()?;
+    ends.retain(|id| (*id as usize) < trained.tokenizer.vocab_size());
+    Ok(ends)
+}
+
+/// The tokens that end a text beyond those that the file has keys for.
+pub(super) fn omitted_ends(trained: &TrainedModel) -> Result<Vec<u32>> {
+    Ok(end_tokens(trained)?.into_iter().skip(END_KEYS.len()).collect())
 }
 
 /// llama.cpp's number for the type of most weights.

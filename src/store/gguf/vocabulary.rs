@@ -10,8 +10,17 @@ use std::collections::{BTreeMap, HashMap};
 
 type MetadataEntries = Vec<(String, Value)>;
 
-/// The metadata of a tokenizer, its special tokens and the chat template, for the model `spec`.
-pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Option<&str>) -> Result<MetadataEntries> {
+/// The keys of the tokens that end a text, a turn and a message, which all end a text in llama.cpp.
+pub(crate) const END_KEYS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
+
+/// The metadata of a tokenizer, its special tokens and the chat template, for the model `spec`, whose text the tokens
+/// `ends` end.
+pub(crate) fn vocabulary(
+    tokenizer: &Tokenizer,
+    spec: &ModelSpec,
+    ends: &[u32],
+    template: Option<&str>,
+) -> Result<MetadataEntries> {
     let fail =
         |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot be written to a GGUF file"));
     let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
@@ -54,18 +63,11 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Opti
 
     let begin = tokenizer.bos();
     put("add_bos_token", Value::Bool(begin.is_some()));
-    // The tokenizer's own end of text comes first, as in llama.cpp's converter. A second end token has its own key.
-    let mut ends: Vec<u32> = Vec::new();
-    for id in tokenizer.eos_id().iter().chain(&spec.eos_token_ids) {
-        if (*id as usize) < tokenizer.vocab_size() && !ends.contains(id) {
-            ends.push(*id);
-        }
-    }
     if let Some(id) = begin.or(spec.bos_token_id).or(ends.first().copied()) {
         put("bos_token_id", Value::U32(id));
     }
-    for (key, id) in ["eos_token_id", "eot_token_id"].into_iter().zip(ends) {
-        put(key, Value::U32(id));
+    for (key, id) in END_KEYS.iter().zip(ends) {
+        put(key, Value::U32(*id));
     }
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
         put("unknown_token_id", Value::U32(id));

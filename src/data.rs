@@ -52,6 +52,7 @@ pub(crate) use sequence_index::padded_len;
 pub use sequence_index::{DatasetStats, PairStats, SequenceIndex};
 pub use source::{DataSource, Downloader, HubFile, HubListing, LoadEvent};
 pub(crate) use source::{closest_match, files_below, names_in};
+pub(crate) use template::without_generation_tags;
 pub use template::{Conversation, EvalExample, Rendered, Template, TemplateTokens};
 pub use template_sandbox::TemplateSandbox;
 pub use tokenizer::{Bos, Tokenizer};

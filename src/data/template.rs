@@ -148,7 +148,7 @@ impl Template {
                 DAY.iter().fold(format, |text, (code, value)| text.replace(code, value))
             });
         }
-        let source = with_percent(&replace_generation_tags(source));
+        let source = with_percent(&replace_generation_tags(source, &GENERATION_MARKERS.map(String::from)));
         let has_generation_blocks = source.contains(GENERATION_MARKERS);
         environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;
         Ok(Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks })
@@ -219,8 +219,14 @@ fn explain(origin: &str, error: &minijinja::Error) -> Error {
     Error::model(origin, format!("its chat template{line}: {detail}"))
 }
 
-/// Replaces the tags of generation blocks by expressions that print markers, with the same control of white space.
-fn replace_generation_tags(source: &str) -> String {
+/// The template with the same output and without the tags of generation blocks, which programs except transformers
+/// refuse.
+pub(crate) fn without_generation_tags(source: &str) -> String {
+    replace_generation_tags(source, &[String::new(), String::new()])
+}
+
+/// Replaces the tags of generation blocks by expressions that print `markers`, with the same control of white space.
+fn replace_generation_tags(source: &str, markers: &[String; 2]) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
@@ -243,7 +249,7 @@ fn replace_generation_tags(source: &str) -> String {
             }
         }
         let dash = |yes: bool| if yes { "-" } else { "" };
-        let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), GENERATION_MARKERS[mark], dash(after));
+        let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), markers[mark], dash(after));
         if !after {
             rest = rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest);
         }
@@ -303,6 +309,20 @@ mod tests {
         );
         let words: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
         assert_eq!(words, ["Ho ✓<|im_end|>\n", "!<|im_end|>\n"]);
+    }
+
+    #[test]
+    fn a_template_without_generation_tags_gives_the_same_text() {
+        let chat = conversation(&[("user", "Hi"), ("assistant", " Ho "), ("user", "?"), ("assistant", "!")]);
+        let dashed = "{% for m in messages %}\na \n {%- generation -%}\n {{ m.content }}\n {%- endgeneration %}\n\n\
+                      \t{% generation -%} b {% endgeneration %}{% endfor %}";
+        for source in [CHATML, dashed] {
+            let plain = without_generation_tags(source);
+            assert!(!plain.contains("generation %") && !plain.contains("generation -%"), "{plain}");
+            let text = |source: &str| template(source).render(&chat, None, false).unwrap().text;
+            assert_eq!(text(&plain), text(source));
+        }
+        assert_eq!(without_generation_tags("{% if generation %}a{% endif %}"), "{% if generation %}a{% endif %}");
     }
 
     /// As `_alias_reasoning_fields` of transformers 5.23.

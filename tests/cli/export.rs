@@ -260,6 +260,19 @@ fn a_gguf_file_keeps_the_tokenizers_end_of_text() {
     }
 }
 
+/// llama.cpp and Python's Jinja do not have the tags.
+#[test]
+fn a_gguf_file_has_no_generation_tags() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = model("untied", folder.path()).path;
+    let template = "{% for m in messages %}{%- generation %}{{ m.content }}{% endgeneration -%} {% endfor %}";
+    std::fs::write(path.join("chat_template.jinja"), template).unwrap();
+    let out = folder.path().join("x.gguf");
+    exported(&TrainedModel::open(&path, None).unwrap(), Dtype::F32, &out);
+    let template = TrainedModel::open(&out, None).unwrap().chat.template.unwrap();
+    assert_eq!(template, "{% for m in messages %}{{- '' }}{{ m.content }}{{ '' -}} {% endfor %}");
+}
+
 #[test]
 fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     let folder = tempfile::tempdir().unwrap();

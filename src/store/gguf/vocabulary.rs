@@ -1,7 +1,7 @@
 //! Translates a tokenizer to llama.cpp's metadata: the two kinds that [`super::tokenizer`] reads.
 
 use super::tokenizer::{SPACE, TokenKind, word_pattern};
-use crate::data::Tokenizer;
+use crate::data::{Tokenizer, without_generation_tags};
 use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::Value;
@@ -73,7 +73,7 @@ pub(crate) fn vocabulary(
         put("unknown_token_id", Value::U32(id));
     }
     if let Some(template) = template {
-        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template.to_owned())));
+        keys.push(("tokenizer.chat_template".to_owned(), Value::String(without_generation_tags(template))));
     }
     Ok(keys)
 }

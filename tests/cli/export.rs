@@ -260,6 +260,24 @@ fn a_gguf_file_keeps_the_tokenizers_end_of_text() {
     }
 }
 
+#[test]
+fn a_special_token_for_unknown_text_stays_special_in_a_gguf_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = model("untied", folder.path()).path;
+    let mut tokenizer: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(path.join("tokenizer.json")).unwrap()).unwrap();
+    tokenizer["model"]["unk_token"] = "</s>".into();
+    tokenizer["model"]["vocab"]["</s>"] = 27.into();
+    std::fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let trained = TrainedModel::open(&path, None).unwrap();
+    let out = folder.path().join("x.gguf");
+    exported(&trained, Dtype::F32, &out);
+    for tokenizer in [&trained.tokenizer, &TrainedModel::open(&out, None).unwrap().tokenizer] {
+        assert_eq!(tokenizer.encode("a</s>").unwrap(), [0, 27]);
+        assert_eq!(tokenizer.decode(&[0, 27]).unwrap(), "a");
+    }
+}
+
 /// llama.cpp and Python's Jinja do not have the tags.
 #[test]
 fn a_gguf_file_has_no_generation_tags() {

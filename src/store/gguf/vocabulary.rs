@@ -117,7 +117,8 @@ impl Vocabulary {
         for token in json["added_tokens"].as_array().into_iter().flatten() {
             let text = token["content"].as_str().unwrap_or_default();
             let kind = match () {
-                () if Some(text) == unknown => TokenKind::Unknown,
+                // An unknown token of a byte-level file is not found in text.
+                () if byte_tokens && Some(text) == unknown => TokenKind::Unknown,
                 () if token["special"] == true => TokenKind::Control,
                 () => TokenKind::UserDefined,
             };

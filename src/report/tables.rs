@@ -63,19 +63,22 @@ pub(super) fn precision(run: &RunState) -> String {
     if !run.tensors.rows.is_empty() {
         let rows = run.tensors.rows.iter().take(10 * ROWS).map(|row| {
             let stats = &row.stats;
+            // Before its first table, only a probe or an overflow has named the tensor.
+            let share = |part| if stats.count == 0 { "–".into() } else { format::percent(part, stats.count) };
             let flushed = row.flushed.map_or_else(|| "–".into(), |(flushed, of)| format::percent(flushed, of));
             vec![
                 row.name.clone(),
                 format::magnitude(stats.min_abs),
                 // None without a finite value.
                 format::magnitude(stats.min_abs.and(Some(stats.max_abs))),
-                format::percent(stats.zero, stats.count),
-                format::percent(stats.subnormal, stats.count),
+                share(stats.zero),
+                share(stats.subnormal),
                 flushed,
                 row.overflows.to_string(),
             ]
         });
-        let caption = format!("Gradients of each tensor as stored, at step {}", run.tensors.step);
+        let at = if run.tensors.step == 0 { String::new() } else { format!(", at step {}", run.tensors.step) };
+        let caption = format!("Gradients of each tensor as stored{at}");
         let headings = [" tensor", "min |g|", "max |g|", "zero", "subnormal", "underflow", "overflows"];
         let _ = write!(out, "<details><summary>Tensors</summary>\n{}</details>\n", table(&caption, &headings, rows));
     }

@@ -153,12 +153,12 @@ fn columns(scene: &Scene, width: usize) -> (Vec<TensorColumn>, usize) {
     let all: [TensorColumn; 10] = [
         ("type", 4, |scene, row| text(format!("{:<4}", scene.run().computes_in(&row.name)))),
         ("2^-24", 7, |scene, row| text(touched(scene.run(), &row.name).unwrap_or_else(|| "-".into()))),
-        ("elements", 9, |_, row| text(format::count(row.stats.count as f64))),
-        ("norm", 8, |scene, row| text(format::magnitude(Some(row.stats.norm as f32 / divisor(scene))))),
+        ("elements", 9, |_, row| known(row, text(format::count(row.stats.count as f64)))),
+        ("norm", 8, |scene, row| known(row, text(format::magnitude(Some(row.stats.norm as f32 / divisor(scene)))))),
         (min, 8, |scene, row| text(format::magnitude(row.stats.min_abs.map(|min| min / divisor(scene))))),
-        (max, 8, |scene, row| text(format::magnitude(Some(row.stats.max_abs / divisor(scene))))),
-        ("zero", 7, |_, row| text(format::percent(row.stats.zero, row.stats.count))),
-        ("sub", 7, |_, row| share(row.stats.subnormal, row.stats.count)),
+        (max, 8, |scene, row| known(row, text(format::magnitude(Some(row.stats.max_abs / divisor(scene)))))),
+        ("zero", 7, |_, row| known(row, text(format::percent(row.stats.zero, row.stats.count)))),
+        ("sub", 7, |_, row| known(row, share(row.stats.subnormal, row.stats.count))),
         ("under", 7, |_, row| match row.flushed {
             Some((flushed, nonzero)) => share(flushed, nonzero),
             None => ("-".into(), share(row.stats.subnormal, row.stats.count).1),
@@ -179,6 +179,11 @@ fn columns(scene: &Scene, width: usize) -> (Vec<TensorColumn>, usize) {
 
 fn text(text: String) -> (String, Role) {
     (text, Role::Text)
+}
+
+/// A cell of the newest table, which the rows that only a probe or an overflow has named are not in.
+fn known(row: &TensorRow, cell: (String, Role)) -> (String, Role) {
+    if row.stats.count == 0 { text("-".into()) } else { cell }
 }
 
 fn share(lost: u64, of: u64) -> (String, Role) {
@@ -219,7 +224,8 @@ pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
 fn draw_table(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let list = &scene.tensors.list;
-    let title = scene.tensors.title(run, &format!(", at step {}", run.tensors.step));
+    let at = if run.tensors.step == 0 { String::new() } else { format!(", at step {}", run.tensors.step) };
+    let title = scene.tensors.title(run, &at);
     let mut inner = canvas.frame(&[(&title, Role::Title)]);
     let (columns, name) = columns(scene, usize::from(inner.width()).saturating_sub(2));
     draw_row(scene, &mut inner, 0, &format!("  {:<name$}", "tensor"), &columns, None);

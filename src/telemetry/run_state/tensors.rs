@@ -12,7 +12,7 @@ const HISTORIES: usize = 1 << 16;
 pub struct Tensors {
     /// One for each tensor.
     pub rows: Vec<TensorRow>,
-    /// The step of the newest table.
+    /// The step of the newest table; 0 before the first.
     pub step: u64,
     /// The loss scale of that step.
     pub loss_scale: f32,
@@ -30,7 +30,7 @@ pub struct Tensors {
 pub struct TensorRow {
     /// The parameter's name.
     pub name: String,
-    /// The newest statistics of its gradient.
+    /// The newest statistics of its gradient; of no elements before its first table.
     pub stats: GradStats,
     /// Steps in which it overflowed.
     pub overflows: u64,

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::screen::picture::{ImageFormat, picture as picture_file};
-use crate::telemetry::SampleText;
+use crate::telemetry::{FlushedTensor, Fp32Probe, SampleText};
 use crate::ui::format;
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
@@ -281,6 +281,21 @@ fn a_logarithmic_axis_ends_at_the_losses_that_it_can_show() {
     press(&mut view, "y");
     let shown = picture(&view, FULL);
     assert!(["│0.107│", "│0.032│", "│0.009│"].iter().all(|label| shown.contains(label)), "{shown}");
+}
+
+/// Regression: the other figures were zeros.
+#[test]
+fn a_probe_before_the_first_table_shows_only_its_figures() {
+    let mut view = App::new(DashboardMode::Attached, RunState::default());
+    for at in 1..=5 {
+        view.receive(step(StepRecord { step: at, loss: 1.0, ..StepRecord::default() }));
+    }
+    let tensors = vec![FlushedTensor { name: "wte.weight".into(), count: 8, nonzero: 4, flushed: 1 }];
+    view.receive(record(Event::Fp32Probe(Box::new(Fp32Probe { step: 5, tensors, ..Fp32Probe::default() }))));
+    press(&mut view, "3");
+    let shown = picture(&view, FULL);
+    let row = shown.lines().find(|line| line.contains("wte.weight")).unwrap();
+    assert!(row.contains("25.0%") && !row.contains("0.0e0") && !shown.contains("at step 0"), "{shown}");
 }
 
 #[test]

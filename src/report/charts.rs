@@ -25,14 +25,24 @@ fn y_of(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
 
 /// The area between the smallest and the largest value of each bucket.
 fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
-    let shown = || buckets.iter().filter(|bucket| bucket.count > 0);
-    let above = shown().map(|bucket| (bucket.step as f64, bucket.max));
-    let below = shown().rev().map(|bucket| (bucket.step as f64, bucket.min));
-    let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", axes.points(above.chain(below)));
+    for part in parts(buckets) {
+        let above = part.iter().map(|bucket| (bucket.step as f64, bucket.max));
+        let below = part.iter().rev().map(|bucket| (bucket.step as f64, bucket.min));
+        let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", axes.points(above.chain(below)));
+    }
 }
 
 fn means(axes: &SvgAxes, buckets: &[Bucket], class: &str, out: &mut String) {
-    axes.curve(out, class, buckets.iter().filter_map(Bucket::point));
+    for part in parts(buckets) {
+        // A line of one point would not be visible.
+        let ends = part.last().filter(|_| part.len() == 1);
+        axes.curve(out, class, part.iter().chain(ends).filter_map(Bucket::point));
+    }
+}
+
+/// The buckets between those without a finite value.
+fn parts(buckets: &[Bucket]) -> impl Iterator<Item = &[Bucket]> {
+    buckets.split(|bucket| bucket.count == 0).filter(|part| !part.is_empty())
 }
 
 fn legend(entries: &[(&str, &str)]) -> String {
@@ -129,4 +139,24 @@ fn line(run: &RunState, n: usize, (plotted, curve): (&Plotted, &Curve)) -> Optio
     let last = buckets.last().and_then(Bucket::mean).map_or_else(|| "unknown".into(), label);
     let title = format!("{}, by step", plotted.title);
     Some(axes.picture(&format!("curve-{n}"), &title, &format!("at the end {last}"), &body, label))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::Series;
+
+    #[test]
+    fn a_value_that_is_not_finite_interrupts_a_line() {
+        let mut losses = Series::new(8);
+        for (step, loss) in [(1, 2.0), (2, f64::NAN), (3, 1.0), (4, 1.5)] {
+            losses.push(step, 0.0, loss);
+        }
+        let axes = SvgAxes { x: (0.0, 4.0), y: (0.0, 2.0) };
+        let (mut lines, mut areas) = (String::new(), String::new());
+        means(&axes, losses.buckets(), "plain", &mut lines);
+        band(&axes, losses.buckets(), &mut areas);
+        let points: Vec<_> = lines.lines().map(|line| line.matches(',').count()).collect();
+        assert_eq!((points, areas.lines().count()), (vec![2, 2], 2), "{lines}{areas}");
+    }
 }

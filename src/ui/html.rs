@@ -17,6 +17,7 @@ body { background: var(--back); color: var(--fore); font: 16px/1.5 system-ui, sa
 svg { width: 100%; height: auto; }
 svg text { fill: var(--dim); font-size: 12px; }
 .axis { stroke: var(--line); fill: none; }
+polyline { stroke-linecap: round; }
 .curve { fill: none; stroke-width: 1.6; }
 .mark { stroke: var(--bad); stroke-width: 1.8; fill: none; }
 .s0 { stroke: var(--c0); color: var(--c0); } .s1 { stroke: var(--c1); color: var(--c1); stroke-dasharray: 7 3; }

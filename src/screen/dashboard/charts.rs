@@ -89,8 +89,8 @@ pub(super) enum AxisUnit {
 impl AxisUnit {
     fn write(self, y: f64) -> String {
         match self {
-            Self::Loss(decimals) => format!("{y:.decimals$}"),
-            Self::LogLoss(decimals) => format!("{:.decimals$}", 10f64.powf(y)),
+            Self::Loss(decimals) => format::decimals(y, decimals),
+            Self::LogLoss(decimals) => format::decimals(10f64.powf(y), decimals),
             Self::Power => format!("2^{y:.0}"),
             Self::Of(quantity) => format::quantity(quantity, y),
         }
@@ -200,21 +200,20 @@ impl Chart {
 
     /// Draws a line through a value of each bucket; one without a value interrupts it.
     fn line(self, plot: &mut Plot, buckets: &[Bucket], y: impl Fn(&Bucket) -> Option<f64>, role: Role) {
-        for pair in buckets.windows(2) {
-            if let (Some(from), Some(to)) = (y(&pair[0]), y(&pair[1])) {
-                plot.line((self.x_of(&pair[0]), from), (self.x_of(&pair[1]), to), role);
+        let mut before = None;
+        for bucket in buckets {
+            let at = y(bucket).map(|y| (self.x_of(bucket), y));
+            if let Some(at) = at {
+                // Without a neighbor, it is a dot.
+                plot.line(before.unwrap_or(at), at, role);
             }
+            before = at;
         }
     }
 
-    /// Draws a line through a value of each bucket since a step, or a dot for a single bucket.
+    /// Draws a line through a value of each bucket since a step.
     pub(super) fn history(self, plot: &mut Plot, series: &Series, first: u64, y: impl Fn(&Bucket) -> f64) {
-        let buckets = series.since(first);
-        if let [only] = buckets {
-            let at = (self.x_of(only), y(only));
-            plot.line(at, at, Role::Train);
-        }
-        self.line(plot, buckets, |bucket| Some(y(bucket)), Role::Train);
+        self.line(plot, series.since(first), |bucket| Some(y(bucket)), Role::Train);
     }
 
     /// Draws a dotted line across the chart.
@@ -423,7 +422,7 @@ fn figures(scene: &Scene, step: u64) -> Vec<(String, Role)> {
     let mut figures = Vec::new();
     if let Some(loss) = curves.loss.at(step) {
         let text = match loss.mean() {
-            None => "loss NaN".into(),
+            None => "loss not finite".into(),
             Some(mean) if loss.count == 1 => format!("loss {}", format::loss(mean)),
             Some(mean) => format!(
                 "loss {} ({} to {}, steps {}-{})",

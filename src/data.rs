@@ -20,6 +20,7 @@ mod harmony;
 mod jinja_python;
 mod mixture;
 pub mod parquet_rows;
+mod post_processor;
 mod preference;
 mod preview;
 mod row;

@@ -5,10 +5,12 @@
 
 use super::bpe::{FastBpe, byte_level_char};
 use super::catch_panic::catch_panic;
+use super::post_processor;
 use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
@@ -131,7 +133,7 @@ impl Tokenizer {
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::tokenizer_limits::check(&value).map_err(unusable)?;
-        let added = added_by(&value["post_processor"]).map(str::to_owned);
+        let added = post_processor::added_by(&value["post_processor"]).map(str::to_owned);
         let prefixing = remove_prefix(&mut value);
         // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
@@ -363,6 +365,21 @@ impl Tokenizer {
         &self.json
     }
 
+    /// The `tokenizer.json` to export: its post-processor adds the BOS token if, and only if, this tokenizer has one.
+    /// Other programs may not read `add_bos_token`.
+    pub(crate) fn exported_json(&self) -> Cow<'_, [u8]> {
+        if self.bos == self.added {
+            return Cow::Borrowed(&self.json);
+        }
+        let mut value: Value = serde_json::from_slice(&self.json).unwrap_or_default();
+        let post_processor = &mut value["post_processor"];
+        match self.bos.and_then(|id| Some((self.token(id)?, id))) {
+            Some((token, id)) => post_processor::add(post_processor, &token, id),
+            None => post_processor::remove(post_processor),
+        }
+        Cow::Owned(format!("{value:#}").into())
+    }
+
     /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether the start of
     /// a text that continues another one gets no space: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
@@ -409,16 +426,6 @@ fn missing_tokens(listed: &Value, decoder: &Value) -> Vec<Value> {
     };
     let tokens: BTreeMap<u32, Value> = missing.filter_map(entry).collect();
     tokens.into_values().collect()
-}
-
-/// The name of the token that a `tokenizer.json`'s post-processor adds before a text.
-fn added_by(post_processor: &Value) -> Option<&str> {
-    if let Some(parts) = post_processor["processors"].as_array() {
-        return parts.iter().find_map(added_by);
-    }
-    // BERT's and RoBERTa's processors have a fixed form.
-    let fixed = || post_processor["cls"][0].as_str();
-    post_processor["single"][0]["SpecialToken"]["id"].as_str().or_else(fixed)
 }
 
 impl std::fmt::Debug for Tokenizer {

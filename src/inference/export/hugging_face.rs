@@ -44,7 +44,7 @@ pub(super) fn write_adapters(
 
 /// Writes the tokenizer and the small files of a model.
 fn write_tokenizer(trained: &TrainedModel, folder: &Path) -> Result<()> {
-    save(folder, "tokenizer.json", trained.tokenizer.json())?;
+    save(folder, "tokenizer.json", &trained.tokenizer.exported_json())?;
     let mut aux_files = trained.aux_files.clone();
     if aux_files.get(TOKENIZER_CONFIG).is_none() {
         let mut config = tokenizer_config(&trained.tokenizer);

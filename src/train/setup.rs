@@ -85,6 +85,10 @@ impl ModelSource {
     fn find(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
         let file = config.tokenizer.as_ref().map(|file| config.locate(file));
         let given = file.as_ref().map(Tokenizer::from_file).transpose()?;
+        let aux_files_of = |own: AuxFiles| match given.as_ref().zip(file.as_ref()) {
+            Some((given, file)) => own.with_tokenizer(given, file),
+            None => Ok(own),
+        };
         let named = ModelSpec::named(&config.model);
         let random = || WeightSource::Random(config.seed);
         let is_tiny = config.model == "tiny";
@@ -93,8 +97,9 @@ impl ModelSource {
             let unknown =
                 || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));
             let spec = named.ok_or_else(|| Error::config("model", unknown()))?;
+            let aux_files = aux_files_of(AuxFiles::default())?;
             let tokenizer = given.or_else(|| is_tiny.then(Tokenizer::byte));
-            return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
+            return Self::checked(config, spec, tokenizer, aux_files, None, Some(random()));
         }
         let (path, commit) = locate(model, config.revision.as_deref(), report)?;
         let (spec, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
@@ -114,10 +119,7 @@ impl ModelSource {
             };
             (spec, own, aux_files, weights)
         };
-        let aux_files = match given.as_ref().zip(file) {
-            Some((given, file)) => aux_files.with_tokenizer(given, &file)?,
-            None => aux_files,
-        };
+        let aux_files = aux_files_of(aux_files)?;
         Self::checked(config, spec, given.or(own), aux_files, commit, Some(weights))
     }
 

@@ -87,11 +87,24 @@ fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
     assert_eq!(loss(&model(true, Some(false)), " --bos always"), with);
     assert_eq!(loss(&model(true, Some(false)), ""), without);
     let Some(python) = python() else { return };
+    // The tokenizers of exports add it as well.
+    let [whole, none] = [(false, "always"), (true, "never")].map(|(added, rule)| {
+        let fixture = model(added, None);
+        fixture.said(&format!("export . out --dtype fp32 --bos {rule}"));
+        fixture
+    });
     let context = TrainedModel::open(fixture.folder(), None).unwrap().spec.max_position_embeddings;
     let stride = context / 2;
-    let case = (fixture.folder().to_owned(), fixture.path("text.txt"), context, vec![context, stride]);
-    let theirs = &ask_transformers(&python, &[case])[0];
-    for (theirs, ours) in [(&theirs[0], with), (&theirs[1], loss(&fixture, &format!(" --stride {stride}")))] {
+    let case = |folder| (folder, fixture.path("text.txt"), context, vec![context, stride]);
+    let theirs = ask_transformers(&python, &[fixture.path(""), whole.path("out"), none.path("out")].map(case));
+    let strided = |more: &str| loss(&fixture, &format!(" --stride {stride}{more}"));
+    for (theirs, ours) in [
+        (&theirs[0][0], with),
+        (&theirs[0][1], strided("")),
+        (&theirs[1][0], with),
+        (&theirs[2][0], without),
+        (&theirs[2][1], strided(" --bos never")),
+    ] {
         let theirs = theirs["loss"].as_f64().unwrap();
         assert!((theirs - ours).abs() < 1e-4, "{ours} here, {theirs} there");
     }
@@ -226,6 +239,7 @@ fn another_tokenizer_does_not_get_the_configuration_of_the_models_own() {
     // The tokenizer's own configuration has precedence.
     fixture.write("other/tokenizer_config.json", r#"{"eos_token": "z", "chat_template": "{{ bos_token }}"}"#);
     fixture.said("export . beside-out --tokenizer other/tokenizer.json");
+    fixture.said(&format!("--model tiny --run drawn --steps 2 --set train.sample_tokens=0 {flags}"));
     for (folder, eos, template) in [
         ("checkpoints/whole/step-000004", 0, "{{ eos_token }}"),
         ("checkpoints/adapters/step-000004", 0, "{{ eos_token }}"),
@@ -233,6 +247,7 @@ fn another_tokenizer_does_not_get_the_configuration_of_the_models_own() {
         ("adapters-out", 0, "{{ eos_token }}"),
         ("folder-out", 0, "{{ eos_token }}"),
         ("beside-out", 26, "{{ bos_token }}"),
+        ("checkpoints/drawn/step-000002", 26, "{{ bos_token }}"),
     ] {
         let path = fixture.path(folder);
         // The adapters' base is named `.`.

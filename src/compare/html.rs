@@ -6,6 +6,7 @@
 use super::metrics::Metric;
 use super::page::{means, range};
 use super::report::{Comparison, EquivalenceVerdict};
+use crate::telemetry::Bucket;
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
 use std::fmt::Write;
 
@@ -80,7 +81,7 @@ impl Comparison {
         let axes = self.axes(range(self.runs().flat_map(|(_, run)| means(&run.curves.validation)).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, &class(i), means(&run.curves.validation));
+            axes.curve(&mut body, &class(i), run.curves.validation.buckets().iter().map(Bucket::point));
             axes.dots(&mut body, &format!("s{}", i % 4), means(&run.curves.validation));
         }
         let figures = self.describe("validation_loss", "the last validation loss");

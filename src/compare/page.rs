@@ -240,9 +240,10 @@ impl LossAxis {
         }
     }
 
-    /// A run's losses by step.
-    pub(super) fn points(self, run: &RunSummary) -> impl Iterator<Item = (f64, f64)> + '_ {
-        means(run.curves.loss.whole()).map(move |(step, loss)| (step, self.y(loss)))
+    /// A run's losses by step; `None` for those that are not finite.
+    pub(super) fn points(self, run: &RunSummary) -> impl Iterator<Item = Option<(f64, f64)>> + '_ {
+        let points = run.curves.loss.whole().buckets().iter().map(Bucket::point);
+        points.map(move |point| point.map(|(step, loss)| (step, self.y(loss))))
     }
 }
 
@@ -258,13 +259,11 @@ fn role(group: usize) -> Role {
 
 /// Draws a run's loss; returns the point at a share of its steps.
 fn loss(plot: &mut Plot, run: &RunSummary, axis: LossAxis, role: Role, share: f64) -> Option<(f64, f64)> {
-    let points: Vec<_> = axis.points(run).collect();
-    for pair in points.windows(2) {
-        plot.line(pair[0], pair[1], role);
-    }
+    plot.curve(axis.points(run), role);
     for bucket in run.curves.loss.whole().buckets().iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(bucket.step as f64, f64::MAX, '✕', Role::Bad);
     }
+    let points: Vec<_> = axis.points(run).flatten().collect();
     points.get((points.len() as f64 * share) as usize).copied()
 }
 

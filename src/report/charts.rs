@@ -25,7 +25,7 @@ fn y_of(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
 
 /// The area between the smallest and the largest value of each bucket.
 fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
-    for part in parts(buckets) {
+    for part in buckets.split(|bucket| bucket.count == 0).filter(|part| !part.is_empty()) {
         let above = part.iter().map(|bucket| (bucket.step as f64, bucket.max));
         let below = part.iter().rev().map(|bucket| (bucket.step as f64, bucket.min));
         let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", axes.points(above.chain(below)));
@@ -33,16 +33,7 @@ fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
 }
 
 fn means(axes: &SvgAxes, buckets: &[Bucket], class: &str, out: &mut String) {
-    for part in parts(buckets) {
-        // A line of one point would not be visible.
-        let ends = part.last().filter(|_| part.len() == 1);
-        axes.curve(out, class, part.iter().chain(ends).filter_map(Bucket::point));
-    }
-}
-
-/// The buckets between those without a finite value.
-fn parts(buckets: &[Bucket]) -> impl Iterator<Item = &[Bucket]> {
-    buckets.split(|bucket| bucket.count == 0).filter(|part| !part.is_empty())
+    axes.curve(out, class, buckets.iter().map(Bucket::point));
 }
 
 fn legend(entries: &[(&str, &str)]) -> String {

@@ -106,8 +106,18 @@ impl SvgAxes {
         points.map(|(x, y)| format!("{:.1},{:.1}", self.left(x), self.top(y))).collect::<Vec<_>>().join(" ")
     }
 
-    pub(crate) fn curve(&self, out: &mut String, class: &str, points: impl Iterator<Item = (f64, f64)>) {
-        let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", self.points(points));
+    /// A line that each missing point interrupts.
+    pub(crate) fn curve(&self, out: &mut String, class: &str, points: impl Iterator<Item = Option<(f64, f64)>>) {
+        let points: Vec<_> = points.collect();
+        for part in points.split(Option::is_none).filter(|part| !part.is_empty()) {
+            // A line of one point would not be visible.
+            let part = if let [only] = part { &[*only, *only] } else { part };
+            let _ = writeln!(
+                out,
+                "<polyline class=\"{class}\" points=\"{}\"/>",
+                self.points(part.iter().copied().flatten())
+            );
+        }
     }
 
     /// A staircase of levels that each hold until the next, the last until `end`, with a cross at each skipped step.
@@ -115,7 +125,7 @@ impl SvgAxes {
         let points = levels.points();
         let ends = points.iter().skip(1).map(|next| next.step as f64).chain([end]);
         let corners = points.iter().zip(ends).flat_map(|(p, end)| [(p.step as f64, p.value), (end, p.value)]);
-        self.curve(out, class, corners);
+        self.curve(out, class, corners.map(Some));
         for skip in skips.buckets().iter().filter(|skip| skip.count > 0) {
             self.cross(out, skip.step as f64, skip.max);
         }

@@ -126,6 +126,17 @@ impl Plot {
         }
     }
 
+    /// Draws a line through points. Each missing one interrupts it, and a point without neighbors is a dot.
+    pub(crate) fn curve(&mut self, points: impl Iterator<Item = Option<(f64, f64)>>, role: Role) {
+        let mut before = None;
+        for point in points {
+            if let Some(at) = point {
+                self.line(before.unwrap_or(at), at, role);
+            }
+            before = point;
+        }
+    }
+
     /// Draws a staircase through points that each hold until the next, the last until `end`.
     pub(crate) fn stairs(&mut self, points: impl Iterator<Item = (f64, f64)>, end: f64, role: Role) {
         let mut points = points.peekable();

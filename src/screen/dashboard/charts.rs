@@ -200,15 +200,7 @@ impl Chart {
 
     /// Draws a line through a value of each bucket; one without a value interrupts it.
     fn line(self, plot: &mut Plot, buckets: &[Bucket], y: impl Fn(&Bucket) -> Option<f64>, role: Role) {
-        let mut before = None;
-        for bucket in buckets {
-            let at = y(bucket).map(|y| (self.x_of(bucket), y));
-            if let Some(at) = at {
-                // Without a neighbor, it is a dot.
-                plot.line(before.unwrap_or(at), at, role);
-            }
-            before = at;
-        }
+        plot.curve(buckets.iter().map(|bucket| y(bucket).map(|y| (self.x_of(bucket), y))), role);
     }
 
     /// Draws a line through a value of each bucket since a step.
@@ -282,7 +274,8 @@ pub(super) fn draw_loss(scene: &Scene, canvas: &mut Canvas) {
     let gap = if wide { "   " } else { " " };
     let mut title = vec![("Loss".to_owned(), Role::Title)];
     if charts.log_loss {
-        title.push((" log".to_owned(), Role::Dim));
+        let all = run.curves.loss.whole().buckets().iter().all(|bucket| bucket.min > 0.0);
+        title.push((if all { " log" } else { " log, positive only" }.to_owned(), Role::Dim));
     }
     if let Some(steps) = charts.range {
         title.push((format!(" last {steps}"), Role::Dim));

@@ -304,8 +304,12 @@ fn unscaled(run: &RunState) -> Option<(ExponentHistogram, String)> {
         return Some((probe.grads.histogram(), source));
     }
     let (step, scale, stats) = run.grads.as_ref()?;
-    let unscaled = shifted(&stats.histogram(), -nearest_exponent(*scale));
-    let source = format!("of the gradients that {} kept at step {step}", run.grad_format().name);
+    let format = run.grad_format();
+    let mut stored = stats.histogram();
+    // Values that are not finite are at least the smallest that overflows.
+    stored.add(format.max_exponent() + 1, stats.not_finite());
+    let unscaled = shifted(&stored, -nearest_exponent(*scale));
+    let source = format!("of the gradients that {} kept at step {step}", format.name);
     Some((unscaled, source))
 }
 

@@ -280,7 +280,7 @@ fn a_logarithmic_axis_ends_at_the_losses_that_it_can_show() {
     }
     press(&mut view, "y");
     let shown = picture(&view, FULL);
-    assert!(["│0.107│", "│0.032│", "│0.009│"].iter().all(|label| shown.contains(label)), "{shown}");
+    assert!(["log, positive only", "│0.107│", "│0.032│", "│0.009│"].iter().all(|part| shown.contains(part)), "{shown}");
 }
 
 /// Regression: the other figures were zeros.
@@ -514,6 +514,21 @@ fn the_largest_scale_without_an_overflow_is_that_of_the_format() {
     view.scene.live.started.as_mut().unwrap().policy = "p=f32,c=bf16,g=bf16,r=f32".into();
     let best = (127 - highest).min(127);
     assert_shows(&view, FULL, &format!("largest without overflow 2^{best}, "));
+}
+
+/// Regression: the table counted finite gradients only.
+#[test]
+fn a_scale_that_overflowed_shows_so() {
+    let mut view = running();
+    let mut next = view.scene.run().step.clone();
+    (next.loss_scale, next.grads.inf, next.grads.exponents) = (65536.0, 5, vec![(0, 95)]);
+    view.receive(step(next));
+    view.scene.live.probe = None;
+    press(&mut view, "2");
+    let shown = picture(&view, FULL);
+    let row = |scale: &str| shown.lines().find(|line| line.contains(scale)).unwrap();
+    assert!(row("▸ now").contains("2^16") && row("▸ now").contains(" 5.0%"), "{shown}");
+    assert!(row("● largest").contains("2^15"), "{shown}");
 }
 
 #[test]

@@ -227,21 +227,24 @@ impl BatchLoader {
     pub fn next_batch(&mut self, batch: &mut Batch) {
         let DataPosition { epoch, row, sorted_for: began_with } = self.position;
         let rows = self.rows_per_epoch();
-        let mut end = (row + self.batch_size as u64).min(rows);
+        let end = (row + self.batch_size as u64).min(rows);
         let mut sorted_for = 0;
+        let mut groups = Vec::new();
         if self.mixture.is_ragged() && !self.mixture.any().is_packed() {
             sorted_for = if row == 0 || began_with == 0 { self.batch_size as u64 } else { began_with };
-            // The bucket consists of whole batches.
+            // A bucket consists of whole batches of the size that it is sorted for; another size may cross its end.
             let stretch = BUCKET_ROWS.next_multiple_of(sorted_for);
-            let first = row / stretch * stretch;
-            end = end.min(first + stretch);
-            self.fill_bucket(epoch, first..(first + stretch).min(rows), sorted_for as usize);
-            let rows = &self.bucket.rows[(row - first) as usize..(end - first) as usize];
-            batch.fill(&self.mixture, rows.iter().copied());
+            while (groups.len() as u64) < end - row {
+                let at = row + groups.len() as u64;
+                let first = at / stretch * stretch;
+                self.fill_bucket(epoch, first..(first + stretch).min(rows), sorted_for as usize);
+                let until = end.min(first + stretch);
+                groups.extend_from_slice(&self.bucket.rows[(at - first) as usize..(until - first) as usize]);
+            }
         } else {
-            let groups = self.mixture.shuffled(self.seed, epoch, row..end);
-            batch.fill(&self.mixture, groups.into_iter());
+            groups = self.mixture.shuffled(self.seed, epoch, row..end);
         }
+        batch.fill(&self.mixture, groups.into_iter());
         batch.ends_epoch = end == rows;
         self.position = if batch.ends_epoch {
             DataPosition { epoch: epoch + 1, ..DataPosition::default() }
@@ -546,8 +549,11 @@ mod tests {
 
     #[test]
     fn another_batch_size_within_an_epoch_repeats_no_sample() {
-        let tokens = TokenSource::from_kind(&samples(), SampleKind::Plain, &[1.0; 24]);
-        for [before, after] in [[3, 5], [5, 3], [4, 8], [8, 1]] {
+        // With the last number, the samples have several buckets.
+        for (copies, [before, after]) in [(1, [3, 5]), (1, [5, 3]), (1, [4, 8]), (1, [8, 1]), (150, [5, 1000])] {
+            let samples: Vec<_> = std::iter::repeat_n(samples(), copies).flatten().collect();
+            let weights = vec![1.0; samples.len()];
+            let tokens = TokenSource::from_kind(&samples, SampleKind::Plain, &weights);
             let mut loader = BatchLoader::new(tokens.clone(), before, 32, 3).unwrap();
             let mut seen = Vec::new();
             let mut next = |loader: &mut BatchLoader| {
@@ -558,11 +564,11 @@ mod tests {
             (0..2).for_each(|_| next(&mut loader));
             let mut resumed = BatchLoader::new(tokens.clone(), after, 32, 3).unwrap();
             resumed.seek(loader.position()).unwrap();
-            while resumed.position().epoch == 0 {
-                next(&mut resumed);
-            }
+            let batches = (samples.len() - 2 * before).div_ceil(after);
+            (0..batches).for_each(|_| next(&mut resumed));
+            assert_eq!(resumed.position(), DataPosition { epoch: 1, ..DataPosition::default() });
             seen.sort_unstable();
-            assert_eq!(seen, (0..24).collect::<Vec<_>>(), "{before} and {after}");
+            assert_eq!(seen, (0..samples.len() as u64).collect::<Vec<_>>(), "{before} and {after}");
         }
     }
 

@@ -43,22 +43,22 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1000))]
     layers: Option<usize>,
     /// Sequences in a batch
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one())]
     batch_size: usize,
     /// Tokens in a sequence
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one())]
     seq_len: usize,
     /// fp16, bf16, fp32, or a policy such as `p=f32,c=f16,g=f32,r=f32`; several types, `fp32,fp16,bf16`, for a table
     #[arg(long, value_name = "DTYPE,…", default_value = "fp16", overrides_with = "dtype")]
     dtype: DtypeList,
     /// Batches in a step
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     grad_accum: usize,
     /// Benchmark LoRA instead of full fine-tuning: a rank, or the settings that `--lora` has in training
     #[arg(long, value_name = "SETTINGS", conflicts_with = "latency")]
     lora: Option<String>,
     /// Measured steps
-    #[arg(long, value_name = "N", default_value_t = 6)]
+    #[arg(long, value_name = "N", default_value_t = 6, value_parser = at_least_one())]
     steps: usize,
     /// Warm-up steps before the measured ones
     #[arg(long, value_name = "N", default_value_t = 2)]
@@ -73,7 +73,7 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Measure latency instead: N forward passes over one sequence, and N tokens generated after it
-    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100")]
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100", value_parser = at_least_one())]
     latency: Option<usize>,
     /// Print a table of a step's operations: calls, time, memory traffic, arithmetic, and fractions of the machine's
     /// limits
@@ -84,14 +84,12 @@ pub(super) struct BenchArgs {
     no_histogram: bool,
 }
 
+fn at_least_one() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1 << 20)
+}
+
 /// Measures and prints one JSON object; for several types a table.
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
-    if args.steps == 0 {
-        return Err(Error::config("--steps", "must be at least 1"));
-    }
-    if args.latency == Some(0) {
-        return Err(Error::config("--latency", "must be at least 1"));
-    }
     if args.profile && args.dtype.0.len() > 1 {
         return Err(Error::config("--profile", "measures one type at a time; use a single `--dtype`"));
     }

@@ -79,7 +79,7 @@ impl GradScalerConfig {
         check_scale("min_scale", self.min_scale)?;
         check_factors(self.growth_factor, self.backoff_factor, self.growth_interval)?;
         if self.init_scale < self.min_scale {
-            let (init, min) = (self.init_scale, self.min_scale);
+            let (init, min) = (scale_text(self.init_scale), scale_text(self.min_scale));
             return Err(invalid(
                 "init_scale",
                 format!("{init} is below `min_scale` {min}; raise `init_scale` or lower `min_scale`"),

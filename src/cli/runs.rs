@@ -202,8 +202,6 @@ fn find(folder: &Path, name: &Path) -> Result<PathBuf> {
 }
 
 fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
-    // Opening fails if another process holds the run's lock.
-    let run = Run::open(path)?;
     let checkpoints = counted(list(path)?.len(), "checkpoint");
     let what = if path.is_symlink() {
         format!("the link `{}`, but not the run that it points to", name_of(path))
@@ -213,6 +211,8 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     if !yes && !confirmed(&format!("Delete {what}?"), "runs delete", out)? {
         return Ok(());
     }
+    // Opening fails if another process holds the run's lock. It also makes the run the newest one.
+    let run = Run::open(path)?;
     let reporter = Reporter::of("deleting");
     std::fs::remove_dir_all(path).map_err(Error::io("delete", path))?;
     drop((run, reporter));

@@ -423,6 +423,17 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     let said = fixture.said("runs delete link --yes");
     assert_eq!(said, "deleted the link `link`, but not the run that it points to\n");
     assert_eq!(fixture.steps("again").len(), 3);
+    // Regression: a refusal made the run the newest one.
+    fs::create_dir(fixture.path("checkpoints/begun")).unwrap();
+    fs::copy(fixture.run("again").join("config.toml"), fixture.path("checkpoints/begun/config.toml")).unwrap();
+    fixture.refused("runs delete begun");
+    assert_eq!(fs::read_dir(fixture.path("checkpoints/begun")).unwrap().count(), 1);
+    // Regression: the run of a checkpoint that is a link was not found.
+    let step = fixture.run("again").join("step-000003");
+    fs::rename(&step, fixture.path("elsewhere")).unwrap();
+    std::os::unix::fs::symlink(fixture.path("elsewhere"), &step).unwrap();
+    fixture.said("--resume checkpoints/again/step-000003 --steps 4 --plain");
+    assert_eq!(fixture.steps("again").len(), 4);
 }
 
 /// Regression: a run's folder and name, and the steps of `verify`, were read from their flags only.

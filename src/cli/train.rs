@@ -27,7 +27,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -233,7 +233,7 @@ fn train_and_show(
 
 /// A sentence on how a run ended, and commands to use and to continue it.
 fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str) -> String {
-    let RunEnd { step, total_steps, best, checkpoint, chats, length: (flag, length) } = end;
+    let RunEnd { step, total_steps, best, best_is_saved, checkpoint, chats, length: (flag, length) } = end;
     let at = if step < total_steps { format!(" at step {step} of {total_steps}") } else { String::new() };
     let best_loss = match best {
         Some(best) => format!("; best validation loss {} at step {}", loss(best.loss), best.step),
@@ -248,7 +248,7 @@ fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str)
     let run = quoted(&run);
     let is_best = best.is_none_or(|best| checkpoint.ends_with(CheckpointKind::Full.directory(best.step)));
     let command = if *chats { "chat" } else { "generate" };
-    let best = if is_best { "" } else { " --best" };
+    let best = if is_best || !best_is_saved { "" } else { " --best" };
     let prompt = if *chats || prompt.is_empty() { String::new() } else { format!(" --prompt {}", quoted(prompt)) };
     let more = match reason {
         FinishReason::Done => format!(" {flag} {}", 2.0 * length),
@@ -294,7 +294,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     let folder = match (path, step) {
         (None, _) => named.map_or_else(|| latest_run(dir), |run| Ok(dir.join(run)))?,
         // A relative path may be without a parent.
-        (_, Some(step)) => step.canonicalize().map_err(Error::io("read", step))?.parent().unwrap_or(step).to_path_buf(),
+        (_, Some(step)) => absolute(step).map_err(Error::io("read", step))?.parent().unwrap_or(step).to_path_buf(),
         (Some(path), None) if path.is_dir() => path.to_path_buf(),
         (Some(path), None) => {
             let message = format!("no folder or run with this name exists{}", did_you_mean(run.unwrap_or(path), dir));
@@ -405,6 +405,7 @@ mod tests {
             step: 600,
             total_steps: 600,
             best: Some(Best { step: 500, loss: 0.625 }),
+            best_is_saved: true,
             checkpoint: Some("checkpoints/a run/step-000600".into()),
             chats: false,
             length: ("--steps", 600.0),
@@ -419,6 +420,9 @@ mod tests {
         let words = closing_words(&end, FinishReason::Interrupted, 3.0, "");
         assert!(words.starts_with("interrupted at step 9 of 600 after 00:00:03; "), "{words}");
         assert!(words.ends_with("finetune chat elsewhere/b\ncontinue: finetune --resume elsewhere/b\n"), "{words}");
+        let end = RunEnd { best_is_saved: false, checkpoint: Some("checkpoints/b/step-000009".into()), ..end };
+        let words = closing_words(&end, FinishReason::Interrupted, 3.0, "");
+        assert!(words.contains("at step 500; ") && words.contains("finetune chat b\n"), "{words}");
         let end = RunEnd { checkpoint: None, best: None, ..end };
         assert_eq!(
             closing_words(&end, FinishReason::Stopped, 3.0, ""),

@@ -22,7 +22,7 @@ use crate::engine::model::ModelSpec;
 use crate::precision::{Fallback, GradScaler};
 use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
-use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State, stored_bytes};
+use crate::store::checkpoint::{Base, Best, Checkpoint, CheckpointKind, Fingerprint, Run, State, stored_bytes};
 use crate::telemetry::{
     Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState,
 };
@@ -138,6 +138,8 @@ pub struct RunEnd {
     pub total_steps: u64,
     /// The lowest validation loss.
     pub best: Option<Best>,
+    /// Whether a checkpoint has its weights.
+    pub best_is_saved: bool,
     /// The newest checkpoint.
     pub checkpoint: Option<PathBuf>,
     /// Whether it trained on conversations.
@@ -387,10 +389,17 @@ impl Trainer {
     /// The state of the run.
     pub fn end(&self) -> RunEnd {
         let train = &self.config.train;
+        let run = self.progress.checkpoint.as_deref().and_then(Path::parent);
+        let is_saved = |(run, best): (&Path, Best)| {
+            [CheckpointKind::Full, CheckpointKind::Weights]
+                .iter()
+                .any(|kind| run.join(kind.directory(best.step)).is_dir())
+        };
         RunEnd {
             step: self.engine.state.counters.step,
             total_steps: self.total_steps,
             best: self.progress.best,
+            best_is_saved: run.zip(self.progress.best).is_some_and(is_saved),
             checkpoint: self.progress.checkpoint.clone(),
             chats: self.loader.mixture.sets().any(SequenceIndex::is_chat),
             length: match train.steps {

@@ -175,6 +175,10 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let loss = |model: &str| fixture.json(&format!("eval {model} --data text.txt --json"))["loss"].as_f64().unwrap();
     assert_eq!(loss("exported"), loss("checkpoints/r/weights-000010"));
     assert_eq!(loss("r"), loss("checkpoints/r"), "a run is also found by its name");
+    fs::remove_dir_all(run.join("step-000009")).unwrap();
+    fs::remove_dir_all(run.join("step-000012")).unwrap();
+    let refused = fixture.refused("generate checkpoints/r --prompt so");
+    assert!(refused.contains("its newest weights are `checkpoints/r/weights-000010`"), "{refused}");
 }
 
 #[test]

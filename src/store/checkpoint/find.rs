@@ -59,10 +59,16 @@ pub struct ResumeCandidate {
 /// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones. Fails with
 /// [`Error::Checkpoint`] if the run has no good one; lists all damage.
 pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
-    let mut candidates = list(run)?;
-    candidates.retain(|one| one.kind == CheckpointKind::Full);
+    let (candidates, weights): (Vec<_>, Vec<_>) =
+        list(run)?.into_iter().partition(|one| one.kind == CheckpointKind::Full);
     if candidates.is_empty() {
-        return Err(Error::checkpoint(run, "this run has no checkpoint yet"));
+        let message = match weights.last() {
+            None => "this run has no checkpoint yet".to_owned(),
+            Some(last) => {
+                format!("this run has no checkpoint to resume; its newest weights are `{}`", last.path.display())
+            }
+        };
+        return Err(Error::checkpoint(run, message));
     }
     let mut corrupt_files = Vec::new();
     for candidate in newest_first(candidates) {

@@ -119,7 +119,10 @@ impl Checkpoint {
     /// Opens a step directory whose files have just been verified.
     pub(super) fn read(path: PathBuf, manifest: Manifest) -> Result<Self> {
         if manifest.kind != CheckpointKind::Full {
-            let message = "it contains only weights, so it cannot resume a run; start a new run with it as `--model`";
+            let model = if manifest.has_adapters() { "its result of `finetune merge`" } else { "it" };
+            let message = format!(
+                "it contains only weights, so it cannot resume a run; start a new run with {model} as `--model`"
+            );
             return Err(Error::checkpoint(&path, message));
         }
         let state = read_state(&path.join(STATE), &manifest)?;

@@ -4,6 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Line tables cost about a sixth of the compile time, and the text of a panic names its line without them.
 export CARGO_PROFILE_DEV_DEBUG=0
+# Fewer units repeat fewer generic and inlined functions.
+export CARGO_PROFILE_DEV_CODEGEN_UNITS=4
 export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0 RUSTFLAGS="-D warnings" FINETUNE_PYTHON=$PWD/target/ci/venv/bin/python
 # A test fails instead of skipping if one of these is missing. This project's own CI has `../shared`, and sets CI=true.
 export FINETUNE_REQUIRE=python,tmux

@@ -6,7 +6,7 @@ mod sections;
 use crate::data::{Bos, DataFormat, DataSource, FieldNames, HELD_OUT};
 pub use crate::engine::device::DeviceSpec;
 use crate::engine::kernels::KernelBackend;
-use crate::engine::model::{Lora, ModelSpec};
+use crate::engine::model::{DropoutRates, Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, UnitSet};
 use crate::settings::Heading::{Machine, Text, Training};
@@ -17,9 +17,7 @@ use crate::{Error, Result};
 pub(crate) use keys::{check_floats, settings_at};
 use keys::{check_keys, known, leaves, merge, nested, toml_message, value_at, value_error};
 pub use sections::ObjectiveSection;
-use sections::{
-    CheckpointSection, DropoutSection, LoraSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection,
-};
+use sections::{CheckpointSection, LoraSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -143,7 +141,7 @@ settings! {
         /// Layers whose compute dtype differs from the policy's.
         precision: PrecisionConfig = PrecisionConfig::default(), section(PrecisionConfig::settings);
         /// Dropout rates; off by default.
-        dropout: DropoutSection = DropoutSection::default(), section(DropoutSection::settings);
+        dropout: DropoutRates = DropoutRates::default(), section(DropoutRates::settings);
         /// Checkpoints: folder, interval, and number to keep.
         checkpoint: CheckpointSection = CheckpointSection::default(), section(CheckpointSection::settings);
         /// Measurements and logs, and their intervals.

@@ -12,7 +12,7 @@ use crate::engine::collective::nccl;
 use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
-use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{GradientStats, Gradients, MasterWeights};
 #[cfg(feature = "cuda")]
 use crate::engine::preflight;
@@ -151,10 +151,8 @@ impl ModelSource {
         commit: Option<String>,
         weights: Option<WeightSource>,
     ) -> Result<Self> {
-        let rates = &config.dropout;
         let mut spec = config.with_trained_parts(ModelSpec { lora: None, ..spec })?;
-        spec.dropout =
-            DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
+        spec.dropout = config.dropout;
         let Some(tokenizer) = tokenizer else {
             let message = format!(
                 "`{}` has no `tokenizer.json`; specify one with `--tokenizer FILE`, or `bytes` (in Python, \

@@ -14,6 +14,7 @@ use super::lora::Lora;
 use super::mixture::Experts;
 use super::rope::{QueryScale, Rope};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::settings::settings;
 use crate::{Error, Result};
 use candle_core::quantized::GgmlDType;
 use serde_json::{Map, Value};
@@ -59,15 +60,17 @@ pub struct Biases {
     pub mlp: bool,
 }
 
-/// Dropout probabilities.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct DropoutRates {
-    /// After the embeddings.
-    pub embedding: f64,
-    /// On the outputs of attention and MLP, before they are added to the residual stream.
-    pub residual: f64,
-    /// On the weights of attention.
-    pub attention: f64,
+settings! {
+    /// Dropout rates in training.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub struct DropoutRates {
+        /// After the embeddings.
+        embedding: f64 = 0.0, within(0.0, 0.99);
+        /// Before attention and MLP are added to the residual stream.
+        residual: f64 = 0.0, within(0.0, 0.99);
+        /// On the attention weights.
+        attention: f64 = 0.0, within(0.0, 0.99);
+    }
 }
 
 /// The norms of queries and keys, before they are rotated.

@@ -349,19 +349,6 @@ settings! {
 }
 
 settings! {
-    /// Dropout rates in training.
-    #[derive(Clone, Copy, Debug, PartialEq)]
-    pub struct DropoutSection {
-        /// After the embeddings.
-        embedding: f64 = 0.0, within(0.0, 0.99);
-        /// Before attention and MLP are added to the residual stream.
-        residual: f64 = 0.0, within(0.0, 0.99);
-        /// On the attention weights.
-        attention: f64 = 0.0, within(0.0, 0.99);
-    }
-}
-
-settings! {
     /// Checkpoints: folder, interval, and number to keep.
     #[derive(Clone, Debug, PartialEq)]
     pub struct CheckpointSection {

@@ -1,8 +1,7 @@
 //! A Hugging Face model folder: `config.json` and safetensors, in one file or in shards, checked against each other.
 
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
-use crate::engine::kernels::view;
-use crate::engine::model::{ModelSpec, ModuleId, ModuleOp, Parameters};
+use crate::engine::model::{ModelSpec, ModuleId, ModuleOp};
 use crate::store::mxfp4;
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
@@ -78,11 +77,6 @@ impl ModelFolder {
         &self.spec
     }
 
-    /// The `tokenizer.json` of the folder, if it exists.
-    pub fn tokenizer(&self) -> Option<PathBuf> {
-        Self::tokenizer_in(&self.path)
-    }
-
     /// The tensor of a parameter, named as in [`ModelSpec::parameters`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         matrix_of(&self.spec, name, |name| {
@@ -91,18 +85,11 @@ impl ModelFolder {
         })
     }
 
-    /// Reads a parameter, widened to f32, into `out`.
-    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
-        match self.mxfp4(name) {
-            Some(parts) => mxfp4::read_transposed(parts, out),
-            None => self.require(name)?.read_f32(out)?,
-        }
-        Ok(())
-    }
-
-    /// Fills `out` with values of a parameter, starting at value `first`.
+    /// Fills `out` with values of a parameter, widened to f32, starting at value `first`; an expert's are read whole.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        if self.mxfp4(name).is_some() { self.read_f32(name, out) } else { self.require(name)?.read_part(first, out) }
+        let Some(parts) = self.mxfp4(name) else { return self.require(name)?.read_part(first, out) };
+        mxfp4::read_transposed(parts, out);
+        Ok(())
     }
 
     /// The blocks and exponents of a weight of an expert in MXFP4.
@@ -118,14 +105,6 @@ impl ModelFolder {
 
     fn require(&self, name: &str) -> Result<TensorView<'_>> {
         self.get(name).ok_or_else(|| self.error(format!("tensor `{name}` is missing")))
-    }
-
-    /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].
-    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
-        for (name, tensor) in into.iter() {
-            view::write_f32(tensor, |out| self.read_f32(name, out))??;
-        }
-        Ok(())
     }
 
     /// Decides whether the head is tied: as in transformers, a stored head that differs from the embedding is not.
@@ -315,18 +294,14 @@ mod tests {
 
     fn assert_reads(folder: &TempDir, expected: &Tensors) {
         let model = ModelFolder::open(folder.path()).unwrap();
-        let read = Parameters::zeros(&model.spec().parameters(), DType::F32, &Device::Cpu).unwrap();
-        model.read_parameters(&read).unwrap();
         for (name, tensor) in expected {
             let mut values = vec![0.0; tensor.elem_count()];
-            model.read_f32(name, &mut values).unwrap();
+            model.read_part(name, 0, &mut values).unwrap();
             let expected = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(values, expected, "{name}");
-            assert_eq!(read.get(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected, "{name}");
         }
-        assert!(
-            model.read_f32("h.7.ln_1.bias", &mut []).unwrap_err().to_string().contains("`h.7.ln_1.bias` is missing")
-        );
+        let message = model.read_part("h.7.ln_1.bias", 0, &mut []).unwrap_err().to_string();
+        assert!(message.contains("`h.7.ln_1.bias` is missing"), "{message}");
     }
 
     #[test]

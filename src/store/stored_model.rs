@@ -3,7 +3,7 @@
 use super::aux_files::AuxFiles;
 use super::{GgufModel, ModelFolder};
 use crate::data::Tokenizer;
-use crate::engine::model::{ModelSpec, ParamSpec, Parameters};
+use crate::engine::model::{ModelSpec, ParamSpec};
 use crate::{Error, Result};
 use std::ffi::OsStr;
 use std::path::Path;
@@ -53,7 +53,7 @@ impl StoredModel {
     /// The model's tokenizer, if it has one.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         match self {
-            Self::Folder(folder) => folder.tokenizer().map(Tokenizer::from_file).transpose(),
+            Self::Folder(folder) => ModelFolder::tokenizer_in(folder.path()).map(Tokenizer::from_file).transpose(),
             Self::Gguf(model) => model.gguf().tokenizer().map(Some),
         }
     }
@@ -79,14 +79,6 @@ impl StoredModel {
         match self {
             Self::Folder(folder) => folder.read_part(&entry.name, first, out),
             Self::Gguf(model) => model.read_part(entry, first, out),
-        }
-    }
-
-    /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].
-    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
-        match self {
-            Self::Folder(folder) => folder.read_parameters(into),
-            Self::Gguf(model) => model.read_parameters(into),
         }
     }
 }

@@ -6,6 +6,7 @@ use super::checkpoint::{Base, Checkpoint};
 use super::{AuxFiles, GgufModel, StoredModel};
 use crate::data::Tokenizer;
 use crate::digest::short_hash;
+use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters, sample_init};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -53,11 +54,10 @@ impl WeightSource {
 
     /// Reads every parameter into the FP32 tensors of `into`.
     pub fn read(&self, into: &Parameters) -> Result<()> {
-        match self {
-            Self::Random(seed) => Ok(into.init_weights(*seed)?),
-            Self::Stored(model) => model.read_parameters(into),
-            Self::Checkpoint(checkpoint) => checkpoint.read_masters(into),
+        for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
+            view::write_f32(tensor, |out| self.read_part(entry, 0, out))??;
         }
+        Ok(())
     }
 
     /// Reads values of a parameter in FP32, starting at value `first`: all of them, or some rows of a table of tokens.

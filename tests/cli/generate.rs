@@ -13,7 +13,7 @@ use finetune::engine::model::{
 use finetune::inference::ModelView;
 use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate, generate_batch};
 use finetune::precision::PrecisionPolicy;
-use finetune::store::ModelFolder;
+use finetune::store::{StoredModel, WeightSource};
 use finetune::train::{Config, Sampler};
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
-    let folder = ModelFolder::open(golden_path(name)).unwrap();
-    let spec = folder.spec();
+    let model = StoredModel::open(&golden_path(name)).unwrap();
+    let spec = model.spec().clone();
     let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    folder.read_parameters(&masters).unwrap();
-    rounded(spec, &masters, policy)
+    WeightSource::Stored(model).read(&masters).unwrap();
+    rounded(&spec, &masters, policy)
 }
 
 fn rounded(spec: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {

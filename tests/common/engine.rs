@@ -93,7 +93,7 @@ pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
     let spec = folder.spec().clone();
     let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     for (name, tensor) in masters.iter() {
-        view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
+        view::write_f32(tensor, |out| folder.read_part(name, 0, out)).unwrap().unwrap();
     }
     (spec, masters)
 }

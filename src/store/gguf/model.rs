@@ -3,8 +3,8 @@
 use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_offset};
 use crate::Result;
 use crate::engine::kernels::quantized::QuantizedMatrix;
-use crate::engine::kernels::view::{self, read};
-use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters};
+use crate::engine::kernels::view::read;
+use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER_CONFIG};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
@@ -118,14 +118,6 @@ impl GgufModel {
     /// The model's shape. The tensors determine `tied`.
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
-    }
-
-    /// Reads every parameter, dequantized, into the FP32 tensors of [`ModelSpec::parameters`].
-    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
-        for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
-            view::write_f32(tensor, |out| self.read_part(entry, 0, out))??;
-        }
-        Ok(())
     }
 
     /// Reads a parameter and dequantizes it; or some rows, starting at value `first`, if GGUF stores it in our order.

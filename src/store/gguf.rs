@@ -16,6 +16,7 @@ pub use model::GgufModel;
 pub use rotary::{ROPE_FACTORS, RopeFactors};
 pub(crate) use vocabulary::{END_KEYS, vocabulary};
 
+use self::model::json_of;
 use self::mxfp4::BLOCK_BYTES;
 use super::mxfp4::{BLOCK, HALVES, dequantize};
 use crate::data::{Tokenizer, catch_panic};
@@ -198,14 +199,7 @@ impl Gguf {
     /// An integer of any type in the metadata; `None` if the key is missing.
     pub fn count(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
-        let count = match *value {
-            Value::I8(i) => usize::try_from(i).ok(),
-            Value::I16(i) => usize::try_from(i).ok(),
-            Value::I32(i) => usize::try_from(i).ok(),
-            Value::I64(i) => usize::try_from(i).ok(),
-            Value::Bool(_) => None,
-            ref value => value.to_u64().ok().and_then(|count| usize::try_from(count).ok()),
-        };
+        let count = json_of(value).as_u64().and_then(|count| usize::try_from(count).ok());
         count.map(Some).ok_or_else(|| self.type_error(key, "a count", Some(value)))
     }
 

@@ -189,7 +189,7 @@ impl GgufModel {
 
 /// A metadata value as JSON. FP32 numbers become the shortest decimal that rounds to them, which is the number in the
 /// original configuration.
-fn json_of(value: &Value) -> Json {
+pub(super) fn json_of(value: &Value) -> Json {
     match value {
         Value::U8(x) => (*x).into(),
         Value::I8(x) => (*x).into(),

@@ -12,8 +12,8 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "config.json";
-const SINGLE_FILE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SINGLE_FILE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
 /// Maximum number of shards; the largest models have about two hundred.
 const MAX_SHARDS: usize = 4096;

@@ -15,7 +15,7 @@ mod settings;
 use crate::data::{Downloader, HubFile, HubListing, LoadEvent, counted, files_below};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::store::aux_files::AuxFiles;
-use crate::store::folder::shards;
+use crate::store::folder::{INDEX, SINGLE_FILE, shards};
 use crate::{Error, Result};
 use cache::RepoCache;
 use client::{ATTEMPTS, Client, Metadata};
@@ -156,17 +156,19 @@ impl<'a> Hub<'a> {
 
     /// `model.safetensors`, or the files that its index names.
     fn weights(&mut self, repo: &Repo) -> Result<()> {
-        const WHOLE: &str = "model.safetensors";
-        const INDEX: &str = "model.safetensors.index.json";
-        let index = match self.fetch_file(repo, WHOLE) {
+        let index = match self.fetch_file(repo, SINGLE_FILE) {
             Ok(_) => return Ok(()),
-            Err(failure) if failure.is_not_found() => self.optional_file(repo, INDEX)?,
+            Err(failure) if failure.is_not_found() => match self.fetch_file(repo, INDEX) {
+                Ok(index) => Some(index),
+                Err(failure) if failure.is_not_found() => None,
+                Err(failure) => return Err(failure.explain(&self.settings, repo, INDEX)),
+            },
             // The cache may contain shards.
             Err(failure) if failure.is_unavailable() => match self.locate(repo, INDEX) {
                 Ok(FileLocation::Cached(index)) => Some(index),
-                _ => return Err(failure.explain(&self.settings, repo, WHOLE)),
+                _ => return Err(failure.explain(&self.settings, repo, SINGLE_FILE)),
             },
-            Err(failure) => return Err(failure.explain(&self.settings, repo, WHOLE)),
+            Err(failure) => return Err(failure.explain(&self.settings, repo, SINGLE_FILE)),
         };
         if let Some(index) = index {
             let shards = shards(&read_at_most(&index.path, MAX_SMALL_FILE)?)
@@ -175,7 +177,7 @@ impl<'a> Hub<'a> {
             return missing.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
         if self.settings.offline {
-            return self.file(repo, WHOLE).map(drop);
+            return self.file(repo, SINGLE_FILE).map(drop);
         }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
@@ -191,15 +193,6 @@ impl<'a> Hub<'a> {
     /// Gets one file: from the cache if it is current, else downloaded.
     fn file(&mut self, repo: &Repo, file: &str) -> Result<CachedFile> {
         self.fetch_file(repo, file).map_err(|failure| failure.explain(&self.settings, repo, file))
-    }
-
-    /// Like [`Self::file`], for a file that the repository may not have.
-    fn optional_file(&mut self, repo: &Repo, file: &str) -> Result<Option<CachedFile>> {
-        match self.fetch_file(repo, file) {
-            Ok(cached) => Ok(Some(cached)),
-            Err(failure) if failure.is_not_found() => Ok(None),
-            Err(failure) => Err(failure.explain(&self.settings, repo, file)),
-        }
     }
 
     /// Whether the server has a file; `false` if it cannot be reached.

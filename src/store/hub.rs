@@ -416,12 +416,16 @@ pub fn check_name(id: &str) -> Result<()> {
     Err(Error::model(format!("`{id}`"), format!("{message}{home}")))
 }
 
+/// `owner/name` and the file of `owner/name/file`.
+pub fn repository_and_file(name: &str) -> Option<(&str, &str)> {
+    let (at, _) = name.match_indices('/').nth(1)?;
+    Some((&name[..at], &name[at + 1..]))
+}
+
 /// The repository of a model of the Hub that was named `owner/name`, by an alias, or `hf://owner/name/file.gguf`;
 /// `None` for other names.
 pub fn model_repository(name: &str) -> Option<&str> {
-    let id = name
-        .strip_prefix("hf://")
-        .map_or(name, |file| file.match_indices('/').nth(1).map_or(file, |(at, _)| &file[..at]));
+    let id = name.strip_prefix("hf://").map_or(name, |file| repository_and_file(file).map_or(file, |(id, _)| id));
     let id = ALIASES.iter().find(|(alias, _)| *alias == id).map_or(id, |(_, id)| id);
     check_name(id).is_ok().then_some(id)
 }

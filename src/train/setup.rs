@@ -242,7 +242,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
         return wrong("the symbolic link leads to no file or folder; correct it");
     }
     if let Some(remote) = name.strip_prefix("hf://") {
-        let Some((repo, file)) = hub_file(remote) else {
+        let Some((repo, file)) = hub::repository_and_file(remote).filter(|(_, file)| has_gguf_extension(file)) else {
             return wrong(
                 "write a model of the Hub as `owner/name`, and a GGUF file on it as `hf://owner/name/file.gguf`",
             );
@@ -261,13 +261,6 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
         let files = hub.model(name, revision)?;
         Ok((files.folder, files.commit))
     })
-}
-
-/// `owner/name` and the file of `owner/name/file.gguf`.
-fn hub_file(name: &str) -> Option<(&str, &str)> {
-    let (at, _) = name.match_indices('/').nth(1)?;
-    let (repo, file) = (&name[..at], &name[at + 1..]);
-    has_gguf_extension(file).then_some((repo, file))
 }
 
 /// Runs `find` on the Hub, or on its cache if there is no network.

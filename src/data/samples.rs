@@ -17,23 +17,13 @@ pub enum SampleKind {
 }
 
 impl SampleKind {
-    /// The rows of this kind, for an error.
-    fn rows(self) -> &'static str {
+    /// The rows of this kind, for an error, and the value of `--objective` for them.
+    fn rows_and_objective(self) -> (&'static str, &'static str) {
         match self {
-            Self::Plain => "text, prompts with completions, or conversations",
-            Self::Preference => "pairs, in rows with `prompt`, `chosen` and `rejected`",
-            Self::UnpairedPreference => "labelled answers, in rows with `prompt`, `completion` and `label`",
-            Self::Prompt => "prompts, in rows with `prompt` or `messages`",
-        }
-    }
-
-    /// The value of `--objective` for rows of this kind.
-    fn objective(self) -> &'static str {
-        match self {
-            Self::Plain => "sft",
-            Self::Preference => "dpo",
-            Self::UnpairedPreference => "kto",
-            Self::Prompt => "grpo",
+            Self::Plain => ("text, prompts with completions, or conversations", "sft"),
+            Self::Preference => ("pairs, in rows with `prompt`, `chosen` and `rejected`", "dpo"),
+            Self::UnpairedPreference => ("labelled answers, in rows with `prompt`, `completion` and `label`", "kto"),
+            Self::Prompt => ("prompts, in rows with `prompt` or `messages`", "grpo"),
         }
     }
 
@@ -42,7 +32,7 @@ impl SampleKind {
         if found == self {
             return Ok(());
         }
-        let (needed, objective) = (self.rows(), found.objective());
+        let ((needed, _), (_, objective)) = (self.rows_and_objective(), found.rows_and_objective());
         Err(format!("contains {rows}, but needs {needed}; to train on these rows, use `--objective {objective}`"))
     }
 }

@@ -36,11 +36,8 @@ fn parse_pattern(name: &str, pattern: &str) -> Result<f64, String> {
     let format = parse_format(name)?;
     let width = format.bits() as usize / 4;
     let digits = pattern.strip_prefix("0x").unwrap_or(pattern);
-    if digits.len() != width {
-        return Err(unreadable(pattern, &format!("{} takes {width} hexadecimal digits", format.name)));
-    }
     match u32::from_str_radix(digits, 16) {
-        Ok(bits) if !digits.starts_with('+') => Ok(format.decode(bits)),
+        Ok(bits) if digits.len() == width && !digits.starts_with('+') => Ok(format.decode(bits)),
         _ => Err(unreadable(pattern, &format!("{} takes {width} hexadecimal digits", format.name))),
     }
 }

@@ -218,7 +218,9 @@ impl QuantizedTensor {
                 let inverse = (1.0 / tensor_scale) / scale;
                 for x in values {
                     let scaled = x * inverse;
-                    self.push(e2m1(scaled), |code| e2m1_value(code) * f64::from(scale) * f64::from(tensor_scale));
+                    self.push(e2m1(scaled), |code| {
+                        f64::from(E2M1[usize::from(code)]) * f64::from(scale) * f64::from(tensor_scale)
+                    });
                     self.saturated += usize::from(scaled.abs() > 7.0);
                 }
             }
@@ -293,10 +295,6 @@ fn e2m1(x: f32) -> u8 {
     code | if x.is_sign_negative() { 8 } else { 0 }
 }
 
-fn e2m1_value(code: u8) -> f64 {
-    E2M1[usize::from(code)].into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -314,7 +312,7 @@ mod tests {
     fn fp4_rounds_to_even_and_saturates() {
         let values = [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0, -0.25, -1.6];
         assert_eq!(values.map(e2m1), [0, 0, 1, 2, 2, 4, 4, 6, 6, 7, 7, 8, 11]);
-        assert!((0..16u8).all(|code| e2m1(e2m1_value(code) as f32) == code));
+        assert!((0..16u8).all(|code| e2m1(E2M1[usize::from(code)]) == code));
     }
 
     /// An outlier costs all values that share its scale; smaller blocks limit the damage.

@@ -34,10 +34,7 @@ const MAX_STEPS: usize = 1 << 18;
 struct Step {
     number: u64,
     loss_scale: f32,
-    /// The largest scaled gradient.
-    max_abs: f32,
-    applied: bool,
-    loss_is_finite: bool,
+    condition: StepCondition,
 }
 
 #[derive(Debug, Default)]
@@ -72,8 +69,8 @@ impl StepAggregates {
             let first = self.steps.front().map_or(step.step, |first| first.number);
             self.largest = self.largest.split_off(&first);
         }
-        let loss_is_finite = step.loss.is_finite();
-        self.steps.push_back(Step { number: step.step, loss_scale, max_abs, applied, loss_is_finite });
+        let condition = StepCondition::of_step(loss_scale, max_abs, applied, step.loss.is_finite());
+        self.steps.push_back(Step { number: step.step, loss_scale, condition });
         self.first_scale.get_or_insert(loss_scale);
         self.tokens_per_step = step.tokens / step.step.max(1);
         if step.lr > 0.0 {
@@ -158,8 +155,10 @@ impl RunData {
         let policy = self.started.precision();
         let format = if policy.compute == Dtype::F16 { FloatFormat::FP16 } else { policy.grads.format() };
         let visit = |step: &Step| match probed.get(&step.number) {
-            Some(largest) if step.loss_is_finite && *largest > 0.0 => StepCondition::Largest(*largest),
-            _ => StepCondition::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite),
+            Some(largest) if step.condition != StepCondition::Broken && *largest > 0.0 => {
+                StepCondition::Largest(*largest)
+            }
+            _ => step.condition,
         };
         let StepAggregates { steps, earlier, .. } = &self.sums;
         let all = *earlier + steps.len() as u64;

@@ -21,6 +21,7 @@ mod tensorboard;
 
 pub use activity::{Activity, CurrentPhase, PhaseLines, PhaseProgress, bytes, bytes_of};
 pub use command::Command;
+pub(crate) use emitter::wall_clock;
 pub use emitter::{Emitter, Sink};
 pub use event::{
     ActivationMax, CheckpointProof, CheckpointSaved, Cpu, Diagnostic, DtypeChange, Event, FinishReason, Finished,

@@ -5,12 +5,12 @@ use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
 use super::terminal::SAVING;
 use super::words::announcement;
-use crate::telemetry::{Activity, Command, Event, Phase, PhaseLines, Record, RunState};
+use crate::telemetry::{Activity, Command, Event, Phase, PhaseLines, Record, RunState, wall_clock};
 use crate::ui::Theme;
 use crate::{Error, Result};
 use std::io::{self, Write, stderr, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 /// Maximum number of records read between two checks of the keyboard.
 const BATCH: usize = 4096;
@@ -105,10 +105,6 @@ pub(super) fn drive<R: Renderer>(source: &mut dyn MessageSource, renderer: &mut 
             return Ok(exit);
         }
     }
-}
-
-pub(super) fn wall_clock() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
 /// The training thread of this process.

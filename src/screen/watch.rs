@@ -2,11 +2,11 @@
 
 use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
-use super::renderer::{MessageSource, Playback, ScreenMessage, drive, wall_clock};
+use super::renderer::{MessageSource, Playback, ScreenMessage, drive};
 use crate::Result;
 use crate::store::checkpoint::is_in_use;
 use crate::telemetry::{
-    Detail, Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records,
+    Detail, Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records, wall_clock,
 };
 use crate::ui::Theme;
 use crate::untrusted::sanitize_line;

@@ -112,8 +112,7 @@ impl Emitter {
     }
 
     fn stamp(&self, event: Event) -> Record {
-        let t = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-        Record { v: VERSION, t, s: self.seconds(), event }
+        Record { v: VERSION, t: wall_clock(), s: self.seconds(), event }
     }
 
     fn show(&mut self, record: Record) {
@@ -131,6 +130,11 @@ impl Emitter {
             Err(TrySendError::Disconnected(_)) => self.screen = None,
         }
     }
+}
+
+/// Milliseconds since 1970-01-01 UTC.
+pub(crate) fn wall_clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
 #[cfg(test)]

@@ -4,14 +4,13 @@
 //! message `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/cli/metrics_export.rs` reads them back
 //! with TensorBoard itself.
 
-use super::emitter::Sink;
+use super::emitter::{Sink, wall_clock};
 use super::{Event, GradStats, ObjectiveMetrics, Record, StepRecord};
 use crate::protobuf::Message;
 use crate::{Error, Result};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes a run's records as an event file.
 #[derive(Debug)]
@@ -24,7 +23,7 @@ impl TensorBoard {
     /// Creates a new event file in `folder`, and the folder if needed. Each process of a run writes its own file;
     /// TensorBoard reads all files of a folder as one run.
     pub fn create(folder: &Path) -> Result<Self> {
-        let t = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        let t = wall_clock();
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         // TensorBoard recognizes event files by this name and reads them in the order of their times.
         let name = |number: u32| folder.join(format!("events.out.tfevents.{:010}.finetune.{number}", t / 1000));

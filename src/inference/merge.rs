@@ -9,7 +9,7 @@ use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::random::{Domain, Stream};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use std::path::Path;
 
 /// How far the merged model is from base and adapters.
@@ -39,9 +39,12 @@ pub fn merge_error(
     let ids: Vec<u32> =
         (0..tokens as u32).map(|at| stream.block(0, 0, at)[0] % trained.spec.vocab_size as u32).collect();
     let logits_of = |what: &str, (model, weights): (Decoder, Parameters)| {
-        let logits = read(&logits(&model, &weights, &ids)?)?.typed::<f32>()?.to_vec();
-        let finite = logits.iter().all(|logit| logit.is_finite());
-        if finite {
+        let device = weights.device();
+        let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, (1, tokens), &device)?;
+        model.forward(&weights, InputIds::new(&ids, tokens), ForwardMode::Eval, &mut workspace, &mut ())?;
+        let logits = view::to_host(&model.logits(&weights, workspace.hidden())?)?;
+        let logits = read(&logits)?.typed::<f32>()?.to_vec();
+        if logits.iter().all(|logit| logit.is_finite()) {
             Ok(logits)
         } else {
             Err(Error::model(what, "its logits are not finite, so they cannot be compared"))
@@ -62,12 +65,4 @@ pub fn merge_error(
         max_abs_logit: largest(&mut unmerged.iter().copied()),
         tokens,
     })
-}
-
-fn logits(model: &Decoder, weights: &Parameters, ids: &[u32]) -> Result<Tensor> {
-    let shape = (1, ids.len());
-    let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &weights.device())?;
-    let tokens = InputIds { ids, seq_len: ids.len(), documents: None };
-    model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, &mut ())?;
-    Ok(view::to_host(&model.logits(weights, workspace.hidden())?)?)
 }

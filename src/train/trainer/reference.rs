@@ -51,8 +51,7 @@ impl Trainer {
         let started = self.engine.state.counters.step > 0;
         let mut loaded = None;
         if self.config.objective.loads_reference(self.engine.model.spec()) {
-            let (model, sha256) = self.load_reference()?;
-            self.check_reference(&sha256)?;
+            let model = self.load_reference()?;
             if self.config.objective.kind.samples_completions() {
                 self.engine.objective.reference = Reference::Model(Box::new(model));
                 return Ok(());
@@ -68,9 +67,7 @@ impl Trainer {
         if self.reference_batches().any(|(split, batch)| logps.lacks(split, &batch)) {
             self.begin_phase("computing reference log-probabilities");
             if loaded.is_none() && started {
-                let (model, sha256) = self.load_reference()?;
-                self.check_reference(&sha256)?;
-                loaded = Some(model);
+                loaded = Some(self.load_reference()?);
             }
             self.compute_reference(&mut logps, loaded)?;
             self.activity.end();
@@ -109,8 +106,8 @@ impl Trainer {
         Err(Error::config(key, message))
     }
 
-    /// The model that the objective compares with, as it is stored, and the digest of its weights.
-    fn load_reference(&self) -> Result<(ReferenceModel, String)> {
+    /// The model that the objective compares with, as it is stored, after [`Self::check_reference`].
+    fn load_reference(&mut self) -> Result<ReferenceModel> {
         // A template does not change a model.
         let mut config = Config { chat_template: None, ..self.config.clone() };
         if let Some(model) = &self.config.objective.reference {
@@ -147,7 +144,8 @@ impl Trainer {
         }
         let sha256 = digest(&weights, base.as_ref())?;
         let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;
-        Ok((ReferenceModel { model, weights, workspace }, sha256))
+        self.check_reference(&sha256)?;
+        Ok(ReferenceModel { model, weights, workspace })
     }
 
     /// Computes missing log-probabilities with `loaded`, or with the run's weights if they are not trained yet.

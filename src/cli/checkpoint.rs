@@ -76,7 +76,6 @@ pub(super) struct PruneArgs {
     dry_run: bool,
 }
 
-/// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let runs = &args.runs_dir.path;
     let existing = |path: PathBuf| {

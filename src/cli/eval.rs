@@ -41,7 +41,6 @@ pub(super) struct EvalArgs {
     json: bool,
 }
 
-/// Evaluates the model and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let (trained, reporter) = args.model.model.open()?;
     if let (true, Some(data)) = (args.exact_match, &args.data) {

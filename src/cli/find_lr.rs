@@ -11,7 +11,6 @@ use std::io::{IsTerminal, Write, stdout};
 /// Size of the chart in characters.
 const CHART: (u16, u16) = (78, 14);
 
-/// Tests the rates and prints the chart and the suggestion.
 pub(super) fn run(trainer: &mut Trainer, reporter: Reporter) -> Result<()> {
     reporter.activity.begin("trying learning rates");
     let test = trainer.find_lr(|step| {

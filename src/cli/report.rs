@@ -18,7 +18,6 @@ pub(crate) struct ReportArgs {
     runs_dir: RunsDirArgs,
 }
 
-/// Writes the page and prints its path.
 pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.runs_dir.path)?;
     let file = args.output.clone().unwrap_or_else(|| log.with_file_name("report.html"));

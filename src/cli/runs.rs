@@ -55,7 +55,6 @@ pub(super) const LOG_END: u64 = 256 << 10;
 /// Columns of a run's name that a narrow terminal shows too.
 const MIN_NAME: usize = 12;
 
-/// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     match &args.command {
         None => listing(&args.runs_dir.path, args.list.json, out),

@@ -40,7 +40,6 @@ pub(crate) struct ShowArgs {
     /// Show a status line with a progress bar
     #[arg(long)]
     pub(crate) progress: bool,
-    /// The look of the dashboard.
     #[command(flatten)]
     pub(crate) scheme: ThemeArgs,
 }

@@ -34,7 +34,6 @@ use std::time::Instant;
 
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrainArgs {
-    /// The run's configuration.
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     #[expect(clippy::option_option, reason = "the flag's value is optional")]
@@ -52,10 +51,8 @@ pub(crate) struct TrainArgs {
     /// Show the loss of 100 steps at rising learning rates, and suggest a rate; nothing is saved
     #[arg(long, conflicts_with = "resume", help_heading = "Training")]
     pub(crate) find_lr: bool,
-    /// The processes that train.
     #[command(flatten)]
     pub(crate) processes: ProcessArgs,
-    /// How the run is shown.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
 }

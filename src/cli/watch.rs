@@ -23,7 +23,6 @@ pub(crate) struct WatchArgs {
     /// Print lines of key=value pairs instead of drawing
     #[arg(long)]
     plain: bool,
-    /// The look of the dashboard.
     #[command(flatten)]
     scheme: ThemeArgs,
     /// Write one frame to an SVG file and exit

@@ -13,7 +13,6 @@ use crate::{Error, Result};
 /// Buckets of a curve; a chart has about twice as many columns.
 const CURVE: usize = 360;
 
-/// A run's figures and curves.
 #[derive(Debug, Clone)]
 pub(crate) struct RunSummary {
     /// The name of its folder.

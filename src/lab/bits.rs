@@ -35,7 +35,6 @@ pub(crate) struct StoredNumber {
     /// All of its decimal digits.
     pub(crate) exact: String,
     pub(crate) class: FloatClass,
-    /// How the number was stored.
     pub(crate) fate: RoundingResult,
     /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation;
     /// `None` if it is the same.
@@ -219,7 +218,6 @@ impl StoredNumber {
 }
 
 impl RoundingResult {
-    /// How `value` was stored, given the result `stored`.
     pub(crate) fn of(value: f64, stored: f64) -> Self {
         if value == stored || value.is_nan() {
             Self::Exact

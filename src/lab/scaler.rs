@@ -170,7 +170,6 @@ impl StepCondition {
 }
 
 impl ScalerComparison {
-    /// Simulates every setting on the same steps.
     pub(crate) fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &GradientTrace) -> Result<Self> {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {

@@ -86,7 +86,6 @@ impl UlpGrid {
     /// Maximum number of steps for a working copy to change.
     pub(crate) const MAX_UPDATES: u64 = 1_000_000;
 
-    /// Adds `update` to `center` in every format.
     pub(crate) fn new(center: f64, update: f64) -> Self {
         let row = |format| UlpRow::new(format, center, update);
         Self { center, update, formats: FloatFormat::ALL.map(row).to_vec() }

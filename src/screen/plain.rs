@@ -16,7 +16,6 @@ use std::io::{self, Write};
 /// The longest time without a line for a step, in seconds: slow models shall not be silent for minutes.
 const LONGEST_SILENCE: f64 = 10.0;
 
-/// Writes a run's records as lines.
 #[derive(Debug)]
 pub(crate) struct PlainPrinter<W> {
     out: W,

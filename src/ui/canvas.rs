@@ -67,7 +67,6 @@ impl<'a> Canvas<'a> {
         self.text(end.saturating_sub(format::columns(text) as u16), y, text, role);
     }
 
-    /// Writes one character.
     pub(crate) fn glyph(&mut self, x: u16, y: u16, glyph: char, role: Role) {
         self.text(x, y, glyph.encode_utf8(&mut [0; 4]), role);
     }

@@ -8,9 +8,7 @@ pub(crate) struct Axes<'a> {
     pub(crate) x: (f64, f64),
     /// Values at the bottom and top edge.
     pub(crate) y: (f64, f64),
-    /// Formats a label of the x axis.
     pub(crate) x_label: &'a dyn Fn(f64) -> String,
-    /// Formats a label of the y axis.
     pub(crate) y_label: &'a dyn Fn(f64) -> String,
 }
 
@@ -114,7 +112,6 @@ impl Plot {
         }
     }
 
-    /// Draws a straight line between two points.
     pub(crate) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
         let ends = (self.dot_column(from.0), self.dot_row(from.1), self.dot_column(to.0), self.dot_row(to.1));
         let (Some(x0), Some(y0), Some(x1), Some(y1)) = ends else { return };

@@ -120,7 +120,6 @@ fn unknown_scheme(_: &str) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
-    /// The look.
     pub(crate) scheme: ColorScheme,
     /// Whether to replace non-ASCII characters.
     pub(crate) ascii: bool,

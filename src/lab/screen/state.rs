@@ -134,7 +134,6 @@ pub(super) struct LabState {
 }
 
 impl LabState {
-    /// The state with the tab `tab` on the screen.
     pub(super) fn new(lab_tabs: Vec<LabTab>, tab: usize) -> Self {
         Self { lab_tabs, tab, stale: true, ..Self::default() }
     }

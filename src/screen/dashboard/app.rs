@@ -392,7 +392,6 @@ impl App {
         }
     }
 
-    /// Draws the dashboard over the whole buffer.
     pub(crate) fn draw(&self, mut theme: Theme, buffer: &mut Buffer) {
         theme.scheme = self.scheme.unwrap_or(theme.scheme);
         let area = buffer.area;

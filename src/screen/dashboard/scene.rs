@@ -15,20 +15,17 @@ pub(crate) enum DashboardMode {
     Watching,
 }
 
-/// The runs and the shared settings.
 #[derive(Debug, Default)]
 pub(crate) struct Scene {
     pub(super) mode: DashboardMode,
     pub(crate) live: RunState,
     /// The run at the moment when the view was frozen.
     pub(super) frozen: Option<Box<RunState>>,
-    /// Overlaid runs.
     pub(crate) others: Vec<RunState>,
     pub(crate) playback: Option<Playback>,
     /// Wall clock, milliseconds.
     pub(crate) now: u64,
     pub(super) charts: Charts,
-    /// Which tensors are listed, and in which order.
     pub(super) tensors: Selection,
     /// Whether magnitudes are divided by the loss scale.
     pub(super) true_magnitudes: bool,

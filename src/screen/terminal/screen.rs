@@ -155,7 +155,6 @@ pub(super) fn wait<T>(patience: Duration, done: impl Fn() -> Option<T>) -> Optio
     }
 }
 
-/// Whether a screen has taken over the terminal.
 pub(super) fn is_active() -> bool {
     TAKEN.load(Ordering::SeqCst)
 }

@@ -237,7 +237,6 @@ pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, HubError>
     git_sha1(path).map(|sha1| sha1 == etag).map_err(HubError::disk("read", path))
 }
 
-/// Git's hash of a file.
 fn git_sha1(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let mut hash = Sha1::new_with_prefix(format!("blob {}\0", file.metadata()?.len()));

@@ -125,7 +125,6 @@ impl Default for Curves {
 }
 
 impl Curves {
-    /// Empty curves of at most `capacity` buckets.
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             capacity,

@@ -151,7 +151,7 @@ pub fn generate(
         if let Some(reason) = text.stopped() {
             return Ok(reason);
         }
-        let undecoded = text.undecoded(cache.reusable(model.spec(), 0, text.seen.len()));
+        let undecoded = &text.seen[cache.reusable(model.spec(), 0, text.seen.len())..];
         let last = model.decode(weights, undecoded, cache)?.narrow(0, undecoded.len() - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
         let logits = to_host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
@@ -185,11 +185,6 @@ impl<'a> Continuation<'a> {
 
     fn new_ids(&self) -> &[u32] {
         &self.seen[self.request.prompt.len()..]
-    }
-
-    /// The tokens after those that are `cached`: the prompt, then the last token.
-    fn undecoded(&self, cached: usize) -> &[u32] {
-        &self.seen[cached..]
     }
 
     /// Why no further token follows, if none does.

@@ -79,7 +79,7 @@ pub fn generate_batch(
                 return Ok(());
             }
             let texts = running.iter().map(|one| &one.text).enumerate();
-            let ids = texts.map(|(row, text)| text.undecoded(cache.reusable(decoder.spec(), row, text.seen.len())));
+            let ids = texts.map(|(row, text)| &text.seen[cache.reusable(decoder.spec(), row, text.seen.len())..]);
             let ids: Vec<&[u32]> = ids.collect();
             let hidden = decoder.decode_batch(weights, &ids, &mut cache)?;
             let mut end = 0;

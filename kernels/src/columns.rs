@@ -2,6 +2,7 @@
 //!
 //! Kernels that take [`ColumnSlice`] work on packed and on separate buffers alike.
 
+use crate::WeightLayout;
 use crate::view::{ReadGuard, SharedViewMut, View, write};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
@@ -109,6 +110,21 @@ impl<'a> MatmulOperand<'a> {
     /// Their transpose.
     pub fn transposed(columns: ColumnSlice<'a>) -> Self {
         Self { columns, transposed: true }
+    }
+
+    /// The matrix `x`.
+    pub fn all(x: &'a Tensor) -> Result<Self> {
+        ColumnSlice::all(x).map(Self::plain)
+    }
+
+    /// The transpose of `x`.
+    pub fn transpose_of(x: &'a Tensor) -> Result<Self> {
+        ColumnSlice::all(x).map(Self::transposed)
+    }
+
+    /// The inputs × outputs matrix of a weight with this layout.
+    pub fn of_weight(weight: &'a Tensor, layout: WeightLayout) -> Result<Self> {
+        if layout == WeightLayout::InOut { Self::all(weight) } else { Self::transpose_of(weight) }
     }
 
     /// Rows and columns of the operand.

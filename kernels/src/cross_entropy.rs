@@ -154,7 +154,7 @@ pub fn write_losses(
         let losses = workspace.losses.narrow(0, first, count)?;
         let tile = workspace.tile(count, vocab, pads)?;
         let logits = ColumnSlice::new(&tile, 0..vocab)?;
-        let (a, b) = (whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?));
+        let (a, b) = (MatmulOperand::all(&x)?, MatmulOperand::transpose_of(weight)?);
         op::Matmul { a, b, alpha: scale, c: logits, mode: WriteMode::Overwrite }.run(kernels)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let targets = &targets[first..first + count];
@@ -164,12 +164,12 @@ pub fn write_losses(
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
-        let (a, b, c) = (MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?);
+        let (a, b, c) = (MatmulOperand::plain(logits), MatmulOperand::all(weight)?, ColumnSlice::all(&dx)?);
         let input = op::Matmul { a, b, alpha: scale, c, mode: WriteMode::Overwrite };
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
-            let (a, b, c) = (MatmulOperand::transposed(logits), whole(&x)?, ColumnSlice::all(sum)?);
+            let (a, b, c) = (MatmulOperand::transposed(logits), MatmulOperand::all(&x)?, ColumnSlice::all(sum)?);
             let weight = op::Matmul { a, b, alpha: scale, c, mode };
             if sum.device().is_cpu() || kernels.pads_logits() {
                 op::run_both([input.into(), weight.into()], &x, kernels)?;
@@ -202,10 +202,6 @@ fn add_term(kernels: &dyn Kernels, product: &op::Matmul<'_>, dtype: DType) -> Re
         WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
         WriteMode::Overwrite => kernels.copy(&term, sum),
     }
-}
-
-fn whole(x: &Tensor) -> Result<MatmulOperand<'_>> {
-    Ok(MatmulOperand::plain(ColumnSlice::all(x)?))
 }
 
 pub(super) fn soft_cap(op: &op::SoftCap<'_>) -> Result<()> {

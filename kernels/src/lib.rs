@@ -183,8 +183,7 @@ pub struct LoraTerm<'a> {
 impl LoraTerm<'_> {
     /// Adds it to `y`, in FP32 with one rounding.
     fn add_to(self, kernels: &dyn Kernels, y: &Tensor) -> Result<Ran> {
-        let a = MatmulOperand::plain(ColumnSlice::all(self.low)?);
-        let c = ColumnSlice::all(y)?;
+        let (a, c) = (MatmulOperand::all(self.low)?, ColumnSlice::all(y)?);
         let product = op::Matmul { a, b: self.factor, alpha: self.alpha, c, mode: WriteMode::Accumulate };
         kernels.run(&mut Op::Matmul(product))
     }

@@ -12,14 +12,6 @@ use crate::view::{ReadGuard, ViewMut, read, with_element, with_elements, write, 
 use crate::{LoraTerm, WeightLayout};
 use candle_core::{DType, Error, Result, Tensor};
 
-/// The `inputs` × `outputs` matrix of a weight, of either layout.
-fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -> Operand<'_, T> {
-    match layout {
-        WeightLayout::InOut => Operand::new(data, inputs, outputs),
-        WeightLayout::OutIn => Operand::new(data, outputs, inputs).transposed(),
-    }
-}
-
 /// Computes [`op::Linear`], with one rounding.
 pub fn forward(op: &op::Linear<'_>) -> Result<()> {
     let &op::Linear { layout, x, weight, bias, low_rank, y } = op;
@@ -38,7 +30,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
             let epilogue = Epilogue { bias, ..Epilogue::default() };
             with_element!(op.x.dtype(), T => {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
-                let b = operand(opened.typed::<T>()?, layout, [inner, outer]);
+                let b = factor(MatmulOperand::of_weight(weight, layout)?, opened.typed::<T>()?);
                 let second = low_rank.zip(low.as_ref()).map(|(low_rank, opened)| term(low_rank, opened)).transpose()?;
                 write_product(Gemm { a, b, second, epilogue }, ColumnSlice::all(y)?)
             })

@@ -430,8 +430,7 @@ impl<'a> Matmul<'a> {
     /// `dy [N, O]`.
     pub fn weight_gradient(layout: WeightLayout, [x, dy]: [&'a Tensor; 2], dweight: &'a Tensor) -> Result<Self> {
         let [left, right] = if layout == WeightLayout::InOut { [x, dy] } else { [dy, x] };
-        let (a, b) =
-            (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
+        let (a, b) = (MatmulOperand::transpose_of(left)?, MatmulOperand::all(right)?);
         Ok(Self { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite })
     }
 }

@@ -264,7 +264,7 @@ mod tests {
         let matrix = |rows, columns| Tensor::zeros((rows, columns), DType::F32, &Device::Cpu).unwrap();
         let (a, b, c) = (matrix(4, 8), matrix(8, 2), matrix(4, 2));
         for mode in [WriteMode::Overwrite, WriteMode::Accumulate] {
-            let [a, b] = [&a, &b].map(|x| MatmulOperand::plain(ColumnSlice::all(x).unwrap()));
+            let [a, b] = [&a, &b].map(|x| MatmulOperand::all(x).unwrap());
             op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&c).unwrap(), mode }.run(&profile).unwrap();
         }
         op::Zero { x: &c }.run(&profile).unwrap();

@@ -7,7 +7,7 @@ use super::launch::{ALIGNMENT, Queue};
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::op::{self, Op};
 use crate::pass::{PassFn, PassInputs};
-use crate::{Kernels, Ran, WeightLayout};
+use crate::{Kernels, Ran};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
@@ -102,8 +102,7 @@ impl<Q: Queue> CudaKernels<Q> {
 
     fn linear(&self, op: &op::Linear<'_>) -> Attempt {
         require(op.low_rank.is_none())?;
-        let b = MatmulOperand { columns: ColumnSlice::all(op.weight)?, transposed: op.layout == WeightLayout::OutIn };
-        let a = MatmulOperand::plain(ColumnSlice::all(op.x)?);
+        let (a, b) = (MatmulOperand::all(op.x)?, MatmulOperand::of_weight(op.weight, op.layout)?);
         let product = op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(op.y)?, mode: WriteMode::Overwrite };
         require(self.queue.product(&product, op.bias)?)
     }

@@ -502,23 +502,20 @@ fn norm(
 
 fn linear(t: &Trial<'_>, layout: WeightLayout, sizes: [usize; 3], biased: bool, rank: usize, dtype: DType) -> Outputs {
     let [rows, inner, width] = sizes;
-    let is_plain = layout == WeightLayout::InOut;
-    let shape = if is_plain { [inner, width] } else { [width, inner] };
+    let shape = if layout == WeightLayout::InOut { [inner, width] } else { [width, inner] };
     let x = &t.numbers("x", &[rows, inner], dtype)?;
     let weight = &t.numbers("weight", &shape, dtype)?;
     let row = t.numbers("bias", &[width], dtype)?;
     let dy = &t.numbers("dy", &[rows, width], dtype)?;
     let (low, factor) = (t.numbers("low", &[rows, rank], dtype)?, t.numbers("factor", &[width, rank], dtype)?);
-    let factor = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+    let factor = MatmulOperand::transpose_of(&factor)?;
     let low_rank = (rank > 0).then_some(LoraTerm { low: &low, factor, alpha: 1.5, shares: &[] });
     let (y, dx) = (&t.poisoned(&[rows, width], dtype)?, &t.poisoned(&[rows, inner], dtype)?);
     let dweight = &t.poisoned(&shape, dtype)?;
     let dbias = &t.poisoned(&[width], dtype)?;
     t.run(op::Linear { layout, x, weight, bias: biased.then_some(&row), low_rank, y })?;
     t.run(op::Linear { layout: layout.transposed(), x: dy, weight, bias: None, low_rank: None, y: dx })?;
-    let [left, right] = if is_plain { [x, dy] } else { [dy, x] };
-    let (a, b) = (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
-    t.run(op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite })?;
+    t.run(op::Matmul::weight_gradient(layout, [x, dy], dweight)?)?;
     t.run(op::SumRows { x: dy, out: dbias })?;
     Ok(t.outputs([("y", y), ("dx", dx), ("dweight", dweight), ("dbias", dbias)], dtype))
 }

@@ -184,8 +184,7 @@ impl Adapter {
     pub(super) fn add_to_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
         let a_out = self.forward_a(cx, x)?;
         let factor = self.factor(cx)?;
-        let a = MatmulOperand::plain(ColumnSlice::all(&a_out)?);
-        let b = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+        let (a, b) = (MatmulOperand::all(&a_out)?, MatmulOperand::transpose_of(&factor)?);
         op::Matmul { a, b, alpha: self.scale, c: ColumnSlice::all(y)?, mode: WriteMode::Accumulate }.run(cx.kernels)
     }
 
@@ -194,8 +193,7 @@ impl Adapter {
         let input = self.dropped(cx, x)?;
         let a_out = self.a_out(cx, x.dim(0)?)?;
         let a = self.a(cx.weights.fused(self.a))?;
-        let a = MatmulOperand::transposed(ColumnSlice::all(&a)?);
-        cx.product(MatmulOperand::plain(ColumnSlice::all(&input)?), a, 1.0, ColumnSlice::all(&a_out)?)?;
+        cx.product(MatmulOperand::all(&input)?, MatmulOperand::transpose_of(&a)?, 1.0, ColumnSlice::all(&a_out)?)?;
         cx.hook.record_whole(self.layer, TensorKind::LoraTerm, &a_out)?;
         Ok(a_out)
     }
@@ -210,7 +208,7 @@ impl Adapter {
         y: &Tensor,
     ) -> Result<()> {
         let factor = self.factor(cx)?;
-        let factor = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+        let factor = MatmulOperand::transpose_of(&factor)?;
         let shares = &self.out_slices[..];
         let low_rank = LoraTerm { low: a_out, factor, alpha: self.scale, shares };
         let weight = cx.weights.weight(self.weight)?;
@@ -246,14 +244,12 @@ impl Adapter {
         for (i, member) in self.members.iter().enumerate() {
             let dy = MatmulOperand::plain(ColumnSlice::new(&dy, member.outputs.clone())?);
             let b = self.b(member, cx.weights.fused(member.b))?;
-            let b = MatmulOperand::plain(ColumnSlice::all(&b)?);
-            let into = ColumnSlice::new(&a_out_grad, self.columns(i))?;
-            cx.product(dy, b, self.scale, into)?;
+            cx.product(dy, MatmulOperand::all(&b)?, self.scale, ColumnSlice::new(&a_out_grad, self.columns(i))?)?;
         }
         cx.hook.record_whole(self.layer, TensorKind::LowRankGradient, &a_out_grad)?;
         let weight = cx.weights.weight(self.weight)?;
         let a = self.a(cx.weights.fused(self.a))?;
-        let a = MatmulOperand::plain(ColumnSlice::all(&a)?);
+        let a = MatmulOperand::all(&a)?;
         let layout = weight.layout(self.layout).transposed();
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
             let low_rank = LoraTerm { low: &a_out_grad, factor: a, alpha: 1.0, shares: &[] };
@@ -265,8 +261,7 @@ impl Adapter {
         let buffers = cx.adapters.buffers()?.dropped.as_ref();
         let [through_dropout, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
         let (through_dropout, before) = (matrix(through_dropout, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
-        let a_out_grad = MatmulOperand::plain(ColumnSlice::all(&a_out_grad)?);
-        cx.product(a_out_grad, a, 1.0, ColumnSlice::all(&before)?)?;
+        cx.product(MatmulOperand::all(&a_out_grad)?, a, 1.0, ColumnSlice::all(&before)?)?;
         op::Copy { x: &before, dropout: Some(dropout), out: &through_dropout }.run(cx.kernels)?;
         op::Accumulate { x: &through_dropout, out: dx, inner: &[] }.run(cx.kernels)?;
         Ok(magnitude_scale)
@@ -305,10 +300,7 @@ impl Adapter {
         let Some(da) = cx.grad(self.a) else { return Ok(()) };
         let da = self.a(da)?;
         let input = self.dropped(cx, x)?;
-        let (a_out_grad, input) = (
-            MatmulOperand::transposed(ColumnSlice::all(&a_out_grad)?),
-            MatmulOperand::plain(ColumnSlice::all(&input)?),
-        );
+        let (a_out_grad, input) = (MatmulOperand::transpose_of(&a_out_grad)?, MatmulOperand::all(&input)?);
         cx.product(a_out_grad, input, 1.0, ColumnSlice::all(&da)?)?;
         cx.hook.record_whole(self.layer, TensorKind::WeightGradient, &da)
     }

@@ -33,9 +33,8 @@ pub(super) fn magnitude_scale(
     let outputs = squares.elem_count();
     // ‖W + s B A‖² = ‖W‖² + s B (2 A Wᵀ + s A Aᵀ Bᵀ) of each output: no copy of W is made.
     let cross = view::zeros(&[a.dim(0)?, outputs], DType::F32, weight.device())?;
-    let transposed = layout == WeightLayout::OutIn;
-    let operand = MatmulOperand { columns: ColumnSlice::all(weight)?, transposed };
-    cx.product(MatmulOperand::plain(ColumnSlice::all(a)?), operand, 2.0, ColumnSlice::all(&cross)?)?;
+    let operand = MatmulOperand::of_weight(weight, layout)?;
+    cx.product(MatmulOperand::all(a)?, operand, 2.0, ColumnSlice::all(&cross)?)?;
     let r = a.dim(0)? / members.len();
     let scale = f64::from(scale);
     let mut factors = Vec::new();

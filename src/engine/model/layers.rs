@@ -205,10 +205,8 @@ impl Linear {
             let bias = Some(cx.weights.fused(bias));
             op::Linear { layout, x, weight: &weight, bias, y, low_rank: None }.run(cx.kernels)?;
         } else {
-            let transposed = layout == WeightLayout::OutIn;
-            let columns = ColumnSlice::all(&weight)?;
-            let operand = MatmulOperand::plain(ColumnSlice::all(x)?);
-            cx.product(operand, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+            let weight = MatmulOperand::of_weight(&weight, layout)?;
+            cx.product(MatmulOperand::all(x)?, weight, 1.0, ColumnSlice::all(y)?)?;
         }
         if let Some(adapter) = self.active_adapter(cx) {
             adapter.add_to_fp32(cx, x, y)?;

@@ -68,8 +68,7 @@ impl Decoder {
             op::Linear { layout, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
                 .run(self.kernels())?;
         } else {
-            let a = MatmulOperand::plain(ColumnSlice::all(hidden)?);
-            let b = MatmulOperand::transposed(ColumnSlice::all(&weight)?);
+            let (a, b) = (MatmulOperand::all(hidden)?, MatmulOperand::transpose_of(&weight)?);
             let c = ColumnSlice::all(&logits)?;
             op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
         }

@@ -235,14 +235,12 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     fn run(&self, op: &mut Op<'_>) -> Result<Ran>;
 
     /// Bytes that products of these shapes, on `threads` threads, leave in the kernels' own buffers.
-    fn packing_bytes(&self, products: &[GemmShape], threads: usize) -> Result<u64> {
-        let _ = (products, threads);
+    fn packing_bytes(&self, _products: &[GemmShape], _threads: usize) -> Result<u64> {
         Ok(0)
     }
 
     /// The maximum bytes that attention and its backward pass allocate for scores.
-    fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
-        let _ = shape;
+    fn score_bytes(&self, _shape: &AttentionShape) -> Result<u64> {
         Ok(0)
     }
 
@@ -257,8 +255,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     }
 
     /// Computes `pass`, which reads these inputs, or replays an earlier pass with them.
-    fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
-        let _ = inputs;
+    fn pass(&self, _inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
         pass()
     }
 

@@ -89,8 +89,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
 
     /// Computes a product with a library of the device, and adds `bias` to each row. `false` if the library has no such
     /// product.
-    fn product(&self, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
-        let _ = (op, bias);
+    fn product(&self, _op: &op::Matmul<'_>, _bias: Option<&Tensor>) -> Result<bool> {
         Ok(false)
     }
 
@@ -102,8 +101,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     type Graph: fmt::Debug + Send;
 
     /// Records the launches of `pass` instead of running them.
-    fn capture(&self, pass: PassFn<'_>) -> Result<Self::Graph> {
-        let _ = pass;
+    fn capture(&self, _pass: PassFn<'_>) -> Result<Self::Graph> {
         bail!("this device records nothing")
     }
 
@@ -112,8 +110,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     }
 
     /// Runs a recorded pass.
-    fn replay(&self, graph: &Self::Graph) -> Result<()> {
-        let _ = graph;
+    fn replay(&self, _graph: &Self::Graph) -> Result<()> {
         bail!("this device records nothing")
     }
 
@@ -124,15 +121,12 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     fn block(&self, words: &[u32]) -> Result<(u64, Self::Block)>;
 
     /// Replaces the numbers, after all earlier launches.
-    fn overwrite(&self, block: &mut Self::Block, words: &[u32]) -> Result<()> {
-        let _ = (block, words);
+    fn overwrite(&self, _block: &mut Self::Block, _words: &[u32]) -> Result<()> {
         bail!("this device records nothing")
     }
 
     /// Called before the launches of an operation.
-    fn begin(&self, op: &Op<'_>) {
-        let _ = op;
-    }
+    fn begin(&self, _op: &Op<'_>) {}
 }
 
 /// A dropout mask as the kernels take it.

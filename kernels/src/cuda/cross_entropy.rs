@@ -32,9 +32,9 @@ impl<Q: Queue> CudaKernels<Q> {
         require(logits.first() == 0 && op.softcap.is_none())?;
         let offset = self.offset_of(op.targets);
         let device = op.losses.device();
-        let (targets, _owner) = self.words_at(InputPart::Targets, offset, op.targets, device)?;
+        let (targets, _owner) = self.words(InputPart::Targets, offset, op.targets, device)?;
         let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
-        let factors = factors.map(|factors| self.words_at(InputPart::Factors, offset, &factors, device)).transpose()?;
+        let factors = factors.map(|factors| self.words(InputPart::Factors, offset, &factors, device)).transpose()?;
         let row_bytes = logits.count().next_multiple_of(PACK) * dtype.size_in_bytes();
         let is_kept = logits.stride().is_multiple_of(PACK) && SCRATCH_BYTES + row_bytes <= MAX_SHARED_BYTES;
         let arguments = CrossEntropy {

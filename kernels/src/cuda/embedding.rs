@@ -85,8 +85,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let (rows, width) = op.out.dims2()?;
         let types = [op.out.dtype(), input.table.dtype()];
         require(serves(width) && is_pair_or_wide(types))?;
-        let (ids, _ids) = self.words(InputPart::Ids, input.ids, device)?;
-        let starts = input.documents.map(|starts| self.words(InputPart::Documents, starts, device)).transpose()?;
+        let (ids, _ids) = self.words(InputPart::Ids, 0, input.ids, device)?;
+        let starts = input.documents.map(|starts| self.words(InputPart::Documents, 0, starts, device)).transpose()?;
         let (dropout, _draw) = self.dropout(input.dropout, device)?;
         let arguments = EmbeddingForward {
             table: self.address(input.table, types[1], input.table.elem_count())?,

@@ -138,13 +138,8 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     /// The address of `words` and their owner, which must stay until their users are launched: their place in the
-    /// pass's block, or new memory.
-    pub(super) fn words(&self, part: InputPart, words: &[u32], device: &Device) -> Attempt<(u64, Option<Tensor>)> {
-        self.words_at(part, 0, words, device)
-    }
-
-    /// Like [`Self::words`], with the offset in a part.
-    pub(super) fn words_at(
+    /// pass's block, at this offset in a part, or new memory.
+    pub(super) fn words(
         &self,
         part: InputPart,
         offset: usize,
@@ -189,8 +184,8 @@ impl<Q: Queue> CudaKernels<Q> {
             return Ok((addresses, rows, [None, None]));
         }
         let [sorted, ends] = grouped(rows, of)?;
-        let (order, first) = self.words(parts[0], &sorted, device)?;
-        let (groups, second) = self.words(parts[1], &ends, device)?;
+        let (order, first) = self.words(parts[0], 0, &sorted, device)?;
+        let (groups, second) = self.words(parts[1], 0, &ends, device)?;
         Ok(([order, groups], ends.len() / 2, [first, second]))
     }
 
@@ -208,7 +203,7 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn dropout(&self, dropout: Option<Dropout>, device: &Device) -> Attempt<(DropoutArgs, Option<Tensor>)> {
         let Some(dropout) = dropout else { return Ok((DropoutArgs::default(), None)) };
         let (draw, key, site, threshold, keep_scale) = dropout.numbers();
-        let (draw, owner) = self.words(InputPart::Draw, &draw_words(draw), device)?;
+        let (draw, owner) = self.words(InputPart::Draw, 0, &draw_words(draw), device)?;
         Ok((DropoutArgs { draw, key, site, threshold, keep_scale, unused: 0 }, owner))
     }
 }

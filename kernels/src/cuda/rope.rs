@@ -31,7 +31,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let rows = x.rows();
         let half = table.cos.dim(1)?;
         require(half.is_multiple_of(PACK) && aligns(x, half))?;
-        let starts = positions.documents.map(|starts| self.words(InputPart::Documents, starts, x.tensor().device()));
+        let starts = positions.documents.map(|starts| self.words(InputPart::Documents, 0, starts, x.tensor().device()));
         let starts = starts.transpose()?;
         let angles = (positions.past + positions.seq_len.min(rows)) * half;
         let arguments = Rotate {

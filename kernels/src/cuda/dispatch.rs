@@ -107,14 +107,6 @@ impl<Q: Queue> CudaKernels<Q> {
         require(self.queue.product(&product, op.bias)?)
     }
 
-    fn product(&self, op: &op::Matmul<'_>) -> Attempt {
-        require(self.queue.product(op, None)?)
-    }
-
-    pub(super) fn zero(&self, x: &Tensor) -> Attempt {
-        require(self.queue.zero(x)?)
-    }
-
     fn attempt(&self, op: &mut Op<'_>) -> Attempt {
         let family = match op {
             Op::AdamW(_) => KernelFamily::AdamW,
@@ -129,7 +121,7 @@ impl<Q: Queue> CudaKernels<Q> {
         };
         require(self.families.contains(&family))?;
         match op {
-            Op::Zero(op) => self.zero(op.x),
+            Op::Zero(op) => require(self.queue.zero(op.x)?),
             Op::Copy(op) => self.copy(op),
             Op::Accumulate(op) => self.accumulate(op),
             Op::Embed(op) => self.embed(op),
@@ -138,7 +130,7 @@ impl<Q: Queue> CudaKernels<Q> {
             Op::NormBackward(op) => self.norm_backward(op),
             Op::Rotate(op) => self.apply_rope(op),
             Op::Linear(op) => self.linear(op),
-            Op::Matmul(op) => self.product(op),
+            Op::Matmul(op) => require(self.queue.product(op, None)?),
             Op::SumRows(op) => self.sum_rows(op),
             Op::Attention(op) => self.attention(op),
             Op::AttentionBackward(op) => self.attention_backward(op),

@@ -111,7 +111,7 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn embed_backward(&self, op: &op::EmbedBackward<'_>) -> Attempt {
         let input = &op.input;
         if let Some(positions) = op.dpositions {
-            self.zero(positions)?;
+            require(self.queue.zero(positions)?)?;
             let places = input.places();
             let parts = [InputPart::PositionOrder, InputPart::PositionGroups];
             self.add_rows(op, positions, 1.0, parts, |row| places.of(row))?;

@@ -14,27 +14,30 @@ const WAKE_TIMEOUT: Duration = Duration::from_micros(100);
 /// A sentinel number of threads: no thread is waited for any longer.
 const CLOSED: usize = usize::MAX / 2;
 
+/// Clears a flag at the end of its scope, also after a panic.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
 /// Runs `body` on this thread while the others of its pool look for its tasks without pause. Outside of a pool it only
 /// runs it.
 pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
-    struct End<'a>(&'a AtomicBool);
-    impl Drop for End<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Release);
-        }
-    }
     let Some(own) = rayon::current_thread_index() else { return body() };
     let awake = AtomicUsize::new(0);
-    let done = AtomicBool::new(false);
+    let running = AtomicBool::new(true);
     rayon::in_place_scope(|scope| {
-        let (awake, done) = (&awake, &done);
+        let (awake, running) = (&awake, &running);
         scope.spawn_broadcast(move |_, place| {
             // Once `body` runs, a thread may get here while it waits within a task, to which it has to return.
             if place.index() == own || awake.fetch_add(1, Ordering::AcqRel) >= CLOSED {
                 return;
             }
-            while !done.load(Ordering::Acquire) {
-                help(|| done.load(Ordering::Acquire));
+            while running.load(Ordering::Acquire) {
+                help(|| !running.load(Ordering::Acquire));
             }
         });
         let others = rayon::current_num_threads() - 1;
@@ -43,7 +46,7 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
             std::hint::spin_loop();
         }
         awake.fetch_add(CLOSED, Ordering::AcqRel);
-        let _end = End(done);
+        let _end = End(running);
         body()
     })
 }
@@ -62,12 +65,6 @@ fn help(done: impl Fn() -> bool) {
 /// Runs both, in parallel. A thread that waits for the other one stays awake: rayon's would go to sleep after
 /// microseconds.
 pub fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
-    struct End<'a>(&'a AtomicBool);
-    impl Drop for End<'_> {
-        fn drop(&mut self) {
-            self.0.store(false, Ordering::Release);
-        }
-    }
     let busy = &AtomicBool::new(false);
     let awake = || {
         a();

@@ -97,7 +97,8 @@ impl Kernels for CandleKernels {
 }
 
 fn linear(op: &op::Linear<'_>) -> Result<()> {
-    let mut sum = product(op.x, &oriented(op.layout, op.weight)?, op.y.dtype())?;
+    let weight = if op.layout == WeightLayout::OutIn { &op.weight.t()? } else { op.weight };
+    let mut sum = product(op.x, weight, op.y.dtype())?;
     if let Some(bias) = op.bias {
         // The sum of two half-precision numbers is rounded once, as it would be from FP32.
         sum = sum.broadcast_add(&bias.to_dtype(sum.dtype())?)?;
@@ -168,14 +169,6 @@ fn adamw(step: AdamWStep, op: AdamWTensor<'_>) -> Result<()> {
         counts.count(format, [&old, &values(op.master)?], [&copies, &values(weight)?]);
     }
     Ok(())
-}
-
-/// `weight` as `[in, out]`, a view.
-fn oriented(layout: WeightLayout, weight: &Tensor) -> Result<Tensor> {
-    match layout {
-        WeightLayout::InOut => Ok(weight.clone()),
-        WeightLayout::OutIn => weight.t(),
-    }
 }
 
 /// Returns the input of the activation function in FP32, and the factor of the result if the activation is gated.

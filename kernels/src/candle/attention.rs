@@ -67,11 +67,6 @@ impl<'a> BatchSlice<'a> {
         split_heads(&columns_of_rows(x, self.rows())?, self.count, self.shape)
     }
 
-    /// The inverse of [`BatchSlice::heads`]: rows of heads.
-    fn merge(self, heads: &Tensor) -> Result<Tensor> {
-        merge_heads(heads, self.count, self.shape)
-    }
-
     fn operands(self, qkv: [ColumnSlice<'_>; 3]) -> Result<[Tensor; 3]> {
         let [queries, keys, values] = qkv;
         Ok([self.heads(queries)?, self.heads(keys)?, self.heads(values)?])
@@ -89,6 +84,7 @@ fn split_heads(rows: &Tensor, sequences: usize, shape: &AttentionShape) -> Resul
     upcast(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
 }
 
+/// The inverse of [`split_heads`]: rows of heads.
 fn merge_heads(heads: &Tensor, sequences: usize, shape: &AttentionShape) -> Result<Tensor> {
     let heads = heads.reshape((sequences, (), shape.seq_len, shape.head_size))?;
     heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
@@ -158,7 +154,8 @@ pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
         let (probabilities, log_sum) = softmax(&masked(&scores(shape, &queries, &keys)?, &visible)?, sinks.as_ref())?;
         let probabilities = drop(operands.dropout, part.first_score(), probabilities)?;
         let attended = matmul(&grouped(&probabilities, &queries)?, &values)?;
-        store_columns_of_rows(&part.merge(&attended)?, ColumnSlice::all(out)?, part.rows())?;
+        let rows = merge_heads(&attended, part.count, shape)?;
+        store_columns_of_rows(&rows, ColumnSlice::all(out)?, part.rows())?;
         store(&log_sum.flatten_all()?, &part.statistics(&lse.flatten_all()?)?)?;
     }
     Ok(())
@@ -196,7 +193,7 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         let dk = matmul(&ds.transpose(1, 2)?, &queries)?;
         let dq = matmul(&ds, &keys)?;
         for (gradient, columns) in [dq, dk, dv].iter().zip(gradients) {
-            store_columns_of_rows(&part.merge(gradient)?, columns, part.rows())?;
+            store_columns_of_rows(&merge_heads(gradient, part.count, shape)?, columns, part.rows())?;
         }
     }
     dsink.zip(dsinks).map_or(Ok(()), |(sum, out)| store(&sum, out))

@@ -36,11 +36,6 @@ fn columns(x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
     x.narrow(1, first, count)?.contiguous()
 }
 
-/// Spreads `x`, whose last dimension is 1, and multiplies.
-fn scaled(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
-    x.broadcast_mul(factor)
-}
-
 /// The inverse square root of each row's squares, summed, times `factor`, plus `eps`.
 fn inverse_root(x: &Tensor, factor: f64, eps: f32) -> Result<Tensor> {
     x.sqr()?.sum_keepdim(x.rank() - 1)?.affine(factor, f64::from(eps))?.sqrt()?.recip()
@@ -61,7 +56,7 @@ fn inverse(lower: &Tensor) -> Result<Tensor> {
     let mut block = 1;
     while block < size {
         let below = |i: usize, j: usize| i / block == j / block + 1 && (j / block).is_multiple_of(2);
-        let between = scaled(lower, &indicator(size, size, lower, below)?)?;
+        let between = lower.broadcast_mul(&indicator(size, size, lower, below)?)?;
         inverse = (&inverse - matmul(&matmul(&inverse, &between)?, &inverse)?)?;
         block *= 2;
     }
@@ -97,7 +92,7 @@ impl Layer<'_> {
         let x = convolved.silu()?;
         let normalized = |first: usize, norm: f64| {
             let x = self.by_head(&columns(&x, first, keys)?, key_dim)?;
-            scaled(&x, &(inverse_root(&x, 1.0, NORM_EPS)? * norm)?)
+            x.broadcast_mul(&(inverse_root(&x, 1.0, NORM_EPS)? * norm)?)
         };
         let gate = |first: usize| columns(input, self.heads.channels() + values + first, value_heads);
         let step = gate(value_heads)?.broadcast_add(self.params.dt_bias)?;
@@ -120,7 +115,7 @@ impl Layer<'_> {
             .transpose(1, 2)?
             .contiguous()?
             .reshape((rows * value_heads, value_dim))?;
-        let normalized = scaled(&outputs, &inverse_root(&outputs, 1.0 / value_dim as f64, self.eps)?)?;
+        let normalized = outputs.broadcast_mul(&inverse_root(&outputs, 1.0 / value_dim as f64, self.eps)?)?;
         let weighted = normalized.broadcast_mul(self.params.norm)?.reshape((rows, values))?;
         weighted * columns(input, self.heads.channels(), values)?.silu()?
     }
@@ -161,14 +156,15 @@ impl Layer<'_> {
             let to_end = between.narrow(1, size - 1, 1)?.contiguous()?.reshape(from_state.shape())?;
             let transposed = keys.transpose(1, 2)?;
             let earlier = indicator(size, size, &keys, |i, j| j < i)?;
-            let overlaps = scaled(&(matmul(&scaled(&keys, &strengths)?, &transposed)? * &between)?, &earlier)?;
-            let known = scaled(&matmul(&keys, &state)?, &from_state)?;
-            let changes = matmul(&inverse(&overlaps)?, &scaled(&(part(&tokens.values)? - known)?, &strengths)?)?;
+            let overlaps =
+                (matmul(&keys.broadcast_mul(&strengths)?, &transposed)? * &between)?.broadcast_mul(&earlier)?;
+            let known = matmul(&keys, &state)?.broadcast_mul(&from_state)?;
+            let changes = matmul(&inverse(&overlaps)?, &(part(&tokens.values)? - known)?.broadcast_mul(&strengths)?)?;
             let scores = (matmul(&queries, &transposed)? * &between)?;
-            let read = scaled(&matmul(&queries, &state)?, &from_state)?;
+            let read = matmul(&queries, &state)?.broadcast_mul(&from_state)?;
             outputs.push((read + matmul(&scores, &changes)?)?);
-            let kept = scaled(&state, &from_state.narrow(1, size - 1, 1)?)?;
-            state = (kept + matmul(&scaled(&keys, &to_end)?.transpose(1, 2)?, &changes)?)?;
+            let kept = state.broadcast_mul(&from_state.narrow(1, size - 1, 1)?)?;
+            state = (kept + matmul(&keys.broadcast_mul(&to_end)?.transpose(1, 2)?, &changes)?)?;
         }
         Ok((Tensor::cat(&outputs, 1)?, state))
     }

@@ -146,16 +146,10 @@ pub fn silu_with_derivative(x: f32) -> (f32, f32) {
 mod tests {
     use super::*;
     use crate::isa::vectorize;
-    use half::{bf16, f16};
+    use crate::precision::FloatFormat;
 
     /// A function of this module, and its exact counterpart.
     type Named = (&'static str, fn(f32) -> f32, fn(f64) -> f64);
-    /// From a format's bits, and to its nearest number.
-    type Format = (fn(u16) -> f32, fn(f32) -> f64);
-
-    fn exact_tanh(x: f64) -> f64 {
-        x.tanh()
-    }
 
     #[inline(always)]
     fn gelu_derivative(x: f32) -> f32 {
@@ -188,18 +182,12 @@ mod tests {
         (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)
     }
 
-    /// The distance of neighbors at `value` in a format of this many mantissa bits and this smallest exponent.
-    fn ulp(value: f64, mantissa_bits: i32, min_exponent: i32) -> f64 {
-        let exponent = (value.abs().log2().floor() as i32).max(min_exponent);
-        2f64.powi(exponent - mantissa_bits)
-    }
-
     /// The largest error of `function` over `inputs`, in ULP of FP32, and its input.
     fn worst(inputs: impl Iterator<Item = f32>, function: fn(f32) -> f32, exact: fn(f64) -> f64) -> (f64, f32) {
         inputs.fold((0.0, 0.0), |worst, x| {
             let found = f64::from(function(x));
             let expected = exact(f64::from(x));
-            let error = (found - expected).abs() / ulp(expected, 23, -126);
+            let error = (found - expected).abs() / FloatFormat::FP32.ulp(expected);
             if error > worst.0 || error.is_nan() { (error, x) } else { worst }
         })
     }
@@ -217,21 +205,17 @@ mod tests {
         assert!(error < 2.0, "exp({at:e}) is off by {error} ULP");
         let (error, at) = worst(sweep(103.0).filter(|x| *x < 0.0), exp, f64::exp);
         assert!(error < 2.0, "exp({at:e}) is off by {error} ULP");
-        let (error, at) = worst(sweep(f32::MAX), tanh, exact_tanh);
+        let (error, at) = worst(sweep(f32::MAX), tanh, f64::tanh);
         assert!(error < 2.0, "tanh({at:e}) is off by {error} ULP");
     }
 
     /// Checks all finite inputs of a 16-bit format whose true result it can hold.
-    fn check_format(
-        (upcast, round): Format,
-        (mantissa_bits, min_exponent, max): (i32, i32, f64),
-        (name, function, exact): Named,
-    ) {
-        for x in (0..=u16::MAX).map(upcast).filter(|x| x.is_finite()) {
-            let expected = exact(f64::from(x));
-            if expected.abs() < max {
-                let found = round(function(x));
-                let error = (found - expected).abs() / ulp(expected, mantissa_bits, min_exponent);
+    fn check_format(format: FloatFormat, (name, function, exact): Named) {
+        for x in (0..1 << 16).map(|bits| format.decode(bits)).filter(|x| x.is_finite()) {
+            let expected = exact(x);
+            if expected.abs() < format.max() {
+                let found = format.round(function(x as f32).into());
+                let error = (found - expected).abs() / format.ulp(expected);
                 assert!(error < 2.0, "{name}({x:e}) is {found:e}, not {expected:e}: {error} ULP");
             }
         }
@@ -241,17 +225,15 @@ mod tests {
     fn all_functions_are_within_2_ulp_of_every_16_bit_format() {
         let functions: [Named; 6] = [
             ("exp", exp, f64::exp),
-            ("tanh", tanh, exact_tanh),
+            ("tanh", tanh, f64::tanh),
             ("gelu", gelu, exact_gelu),
             ("gelu_derivative", gelu_derivative, exact_gelu_derivative),
             ("silu", silu, exact_silu),
             ("silu_derivative", |x| silu_with_derivative(x).1, exact_silu_derivative),
         ];
         for function in functions {
-            let upcast = |bits| f16::from_bits(bits).to_f32();
-            check_format((upcast, |x| f16::from_f32(x).to_f64()), (10, -14, 65504.0), function);
-            let upcast = |bits| bf16::from_bits(bits).to_f32();
-            check_format((upcast, |x| bf16::from_f32(x).to_f64()), (7, -126, 3.38e38), function);
+            check_format(FloatFormat::FP16, function);
+            check_format(FloatFormat::BF16, function);
         }
     }
 

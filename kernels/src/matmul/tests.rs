@@ -39,17 +39,6 @@ fn random<T: Element>(len: usize, mut seed: u64) -> Vec<T> {
         .collect()
 }
 
-/// The distance of one rounding to `T` at `value`.
-fn half_ulp<T: Element>(value: f64) -> f64 {
-    let (mantissa_bits, min_exponent) = match T::DTYPE {
-        candle_core::DType::F16 => (10, -14),
-        candle_core::DType::BF16 => (7, -126),
-        _ => (23, -126),
-    };
-    let exponent = (value.abs().log2().floor() as i32).max(min_exponent);
-    2f64.powi(exponent - mantissa_bits - 1)
-}
-
 fn element<T: Element>(operand: &Operand<'_, T>, i: usize, j: usize) -> f64 {
     f64::from(operand.data[i * operand.row_stride + j * operand.col_stride].to_f32())
 }
@@ -140,7 +129,7 @@ fn check_terms<A: Element, C: Element>(
             let expected = alpha * sum + bias + before;
             let roundings = 4.0 + (k as f64).sqrt();
             let fp32 = (magnitude * alpha.abs() + bias.abs() + before.abs()) * roundings * 2f64.powi(-25);
-            let allowed = half_ulp::<C>(expected) * 1.001 + fp32;
+            let allowed = view::float_format(C::DTYPE).ulp(expected) / 2.0 * 1.001 + fp32;
             let found = f64::from(row[j].to_f32());
             assert!(
                 (found - expected).abs() <= allowed,

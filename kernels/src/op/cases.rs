@@ -196,6 +196,16 @@ impl<'a> Trial<'a> {
         self.stored(&Tensor::full(f32::NAN, shape, &Device::Cpu)?, dtype)?.contiguous()
     }
 
+    /// Two of [`Self::numbers`].
+    fn two_of_numbers(&self, names: [Name; 2], shape: &[usize], dtype: DType) -> Result<[Tensor; 2]> {
+        Ok([self.numbers(names[0], shape, dtype)?, self.numbers(names[1], shape, dtype)?])
+    }
+
+    /// Two of [`Self::poisoned`].
+    fn two_poisoned(&self, shape: &[usize], dtype: DType) -> Result<[Tensor; 2]> {
+        Ok([self.poisoned(shape, dtype)?, self.poisoned(shape, dtype)?])
+    }
+
     /// Sinks of attention: below, between and above scores.
     fn sinks(&self, heads: usize, dtype: DType) -> Result<Tensor> {
         self.mapped("sinks", &[heads], dtype, |head, x| x + [-3.0, 0.0, 6.0][head % 3])
@@ -355,8 +365,7 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], softcap: Opti
     padded.slice_set(&values, 1, 0)?;
     let logits = ColumnSlice::new(&padded, 0..vocab)?;
     let targets = &targets[..];
-    let [losses, trained] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
-    let (losses, trained) = (&losses?, &trained?);
+    let [losses, trained] = &t.two_poisoned(&[rows], DType::F32)?;
     t.run(op::CrossEntropy { logits, softcap, targets, losses, seed: None, weights: None })?;
     let same = equal("the logits after an evaluation", &padded.narrow(1, 0, vocab)?.force_contiguous()?);
     t.run(op::CrossEntropy { logits, softcap, targets, losses: trained, seed: Some(256.0), weights: None })?;
@@ -469,31 +478,27 @@ fn norm(
     let groups = rows * columns / width;
     // Away from zero, so that a variance by differences of squares would show.
     let x = t.mapped("x", &shape, stream, |_, x| x + 3.0)?;
-    let [weight, bias] = ["weight", "bias"].map(|name| t.numbers(name, &[width], compute));
-    let weight = &weight?;
-    let bias = bias?;
+    let [weight, bias] = &t.two_of_numbers(["weight", "bias"], &[width], compute)?;
     let dy = t.numbers("dy", &shape, compute)?;
     // Elements next to the columns stay.
     let (y, dx) = (t.numbers("y", &shape, compute)?, t.numbers("dx", &shape, stream)?);
     let mean = t.poisoned(&[groups], DType::F32)?;
     let rstd = &t.poisoned(&[groups], DType::F32)?;
-    let [dweight, dbias] = [(); 2].map(|()| t.poisoned(&[width], compute));
-    let dweight = dweight?;
-    let dbias = dbias?;
+    let [dweight, dbias] = &t.two_poisoned(&[width], compute)?;
     let frozen = dx.copy()?;
     let of_layer = |x| settings.centers().then_some(x);
     let of = |x| ColumnSlice::new(x, first..first + columns);
     let mean = of_layer(&mean);
-    t.run(op::Norm { settings, x: of(&x)?, weight, bias: of_layer(&bias), y: of(&y)?, mean, rstd })?;
+    t.run(op::Norm { settings, x: of(&x)?, weight, bias: of_layer(bias), y: of(&y)?, mean, rstd })?;
     // A frozen norm has the same gradient.
-    for (dx, dweight, dbias) in [(&dx, Some(&dweight), of_layer(&dbias)), (&frozen, None, None)] {
+    for (dx, dweight, dbias) in [(&dx, Some(dweight), of_layer(dbias)), (&frozen, None, None)] {
         let dy = of(&dy)?;
         let x = of(&x)?;
         let dx = of(dx)?;
         t.run(op::NormBackward { settings, dy, x, weight, mean, rstd, dx, mode, dweight, dbias })?;
     }
-    let mut outputs = t.outputs([("y", &y), ("dweight", &dweight)], compute);
-    outputs.extend(of_layer(&dbias).map(|dbias| t.output("dbias", dbias, compute)));
+    let mut outputs = t.outputs([("y", &y), ("dweight", dweight)], compute);
+    outputs.extend(of_layer(dbias).map(|dbias| t.output("dbias", dbias, compute)));
     outputs.extend([t.output("the deviation", rstd, DType::F32), t.output("dx", &dx, stream)]);
     outputs.push(equal("dx minus that of a frozen norm", &(&dx - frozen)?));
     outputs.extend(mean.map(|mean| t.output("the mean", mean, DType::F32)));
@@ -529,9 +534,7 @@ fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, 
     let y = &t.numbers("b", &[depth, width + 5], dtype)?;
     let a = MatmulOperand { columns: ColumnSlice::all(x)?, transposed: transposed[0] };
     let b = MatmulOperand { columns: ColumnSlice::new(y, 2..width + 2)?, transposed: transposed[1] };
-    let [sum, product] = ["sum", "product"].map(|name| t.numbers(name, &[m, n + 3], out));
-    let sum = &sum?;
-    let product = &product?;
+    let [sum, product] = &t.two_of_numbers(["sum", "product"], &[m, n + 3], out)?;
     let rows = &t.poisoned(&[columns], out)?;
     for (c, mode) in [(sum, WriteMode::Accumulate), (product, WriteMode::Overwrite)] {
         t.run(op::Matmul { a, b, alpha: 0.5, c: ColumnSlice::new(c, 1..n + 1)?, mode })?;
@@ -545,9 +548,7 @@ fn route(t: &Trial<'_>, [tokens, experts, width]: [usize; 3], settings: RouterSe
     let routes = &mut Routes::default();
     // Some logits are equal.
     let logits = &t.mapped("logits", &[tokens, experts], DType::F32, |_, x| (24.0 * x).round() / 8.0)?;
-    let [x, dx] = ["x", "dx"].map(|name| t.numbers(name, &[rows, width], dtype));
-    let x = &x?;
-    let dx = &dx?;
+    let [x, dx] = &t.two_of_numbers(["x", "dx"], &[rows, width], dtype)?;
     let weights = &t.poisoned(&[rows], DType::F32)?;
     let dlogits = &t.poisoned(&[tokens, experts], dtype)?;
     t.run(op::Route { settings, logits, weights, routes: &mut *routes })?;

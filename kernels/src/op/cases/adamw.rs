@@ -17,9 +17,8 @@ pub(super) fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [cou
     let step =
         AdamWStep { lr: 0.01, betas: [0.9, 0.999], eps: 1e-8, bias_corrections: [0.1, 0.001], grad_factor: 0.125 };
     let grad = &t.numbers("grad", &[len], grads)?;
-    let [master, exp_avg] = ["master", "exp_avg"].map(|name| t.numbers(name, &[len], DType::F32));
+    let [master, exp_avg] = &t.two_of_numbers(["master", "exp_avg"], &[len], DType::F32)?;
     let exp_avg_sq = &t.mapped("exp_avg_sq", &[len], DType::F32, |_, x| x * x)?;
-    let (master, exp_avg) = (&master?, &exp_avg?);
     // Moments of the values that 8 bits hold.
     let moments: Vec<BlockwiseQuantized> = [(exp_avg, Moment::First), (exp_avg_sq, Moment::Second)]
         .into_iter()

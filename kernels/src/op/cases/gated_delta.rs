@@ -29,10 +29,8 @@ pub(super) fn gated_delta(
     // Small outputs are not normalized, which would multiply their errors.
     let eps = 0.01;
     let dy = &t.numbers("dy", &[rows, heads.values()], dtype)?;
-    let [out, decoded] = [(); 2].map(|()| t.poisoned(&[rows, heads.values()], dtype));
-    let (out, decoded) = (&out?, &decoded?);
-    let [dinput, of_frozen] = [(); 2].map(|()| t.poisoned(&[rows, heads.input_width()], dtype));
-    let (dinput, of_frozen) = (&dinput?, &of_frozen?);
+    let [out, decoded] = &t.two_poisoned(&[rows, heads.values()], dtype)?;
+    let [dinput, of_frozen] = &t.two_poisoned(&[rows, heads.input_width()], dtype)?;
     let gradients = params.try_map(|x| t.poisoned(x.dims(), dtype))?;
     let gradients = gradients.each();
     t.run(GatedDelta { heads, input, params, eps, positions, out })?;

@@ -12,8 +12,7 @@ pub(super) fn head_gate(t: &Trial<'_>, [rows, heads, head_dim]: [usize; 3], dtyp
     let x = &t.numbers("x", &[rows, width], dtype)?;
     let dx = &t.numbers("dy", &[rows, width], dtype)?.copy()?;
     let dqueries = &t.numbers("dqueries", &[rows, width], dtype)?;
-    let [queries, out] = [(); 2].map(|()| t.poisoned(&[rows, width], dtype));
-    let (queries, out) = (&queries?, &out?);
+    let [queries, out] = &t.two_poisoned(&[rows, width], dtype)?;
     let dproduct = &t.poisoned(&[rows, 2 * width + 3], dtype)?;
     let pairs_of = |x| ColumnSlice::new(x, 1..2 * width + 1).map(|columns| GatedHeads { columns, head_dim });
     let (pairs, dpairs) = (pairs_of(product)?, pairs_of(dproduct)?);

@@ -18,8 +18,7 @@ pub(super) fn short_conv(
     let input = &t.numbers("input", &[rows, 3 * width], dtype)?;
     let weight = &t.numbers("weight", &[width, 1, taps], dtype)?;
     let dy = &t.numbers("dy", &[rows, width], dtype)?;
-    let [out, decoded] = [(); 2].map(|()| t.poisoned(&[rows, width], dtype));
-    let (out, decoded) = (&out?, &decoded?);
+    let [out, decoded] = &t.two_poisoned(&[rows, width], dtype)?;
     let dinput = &t.poisoned(&[rows, 3 * width], dtype)?;
     let dweight = &t.poisoned(&[width, 1, taps], dtype)?;
     t.run(ShortConv { input, weight, positions, out })?;

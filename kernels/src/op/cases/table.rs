@@ -235,19 +235,14 @@ impl Cases {
             {
                 self.add(Case::CPU, [Operation::ShortConv { sizes, documents, dtype }]);
             }
-            let heads = |[key_heads, value_heads, key_dim, value_dim]: [usize; 4]| DeltaHeads {
-                key_heads,
-                value_heads,
-                key_dim,
-                value_dim,
-            };
-            for (sizes, heads, documents) in [
-                ([1, 1], heads([1, 1, 3, 2]), &[][..]),
-                ([9, 4], heads([2, 2, 4, 5]), &[]),
-                ([70, 4], heads([2, 4, 9, 70]), &[]),
-                ([33, 3], heads([1, 3, 5, 7]), CUT),
-                ([131, 4], heads([1, 2, 8, 16]), LONG),
+            for (sizes, [key_heads, value_heads, key_dim, value_dim], documents) in [
+                ([1, 1], [1, 1, 3, 2], &[][..]),
+                ([9, 4], [2, 2, 4, 5], &[]),
+                ([70, 4], [2, 4, 9, 70], &[]),
+                ([33, 3], [1, 3, 5, 7], CUT),
+                ([131, 4], [1, 2, 8, 16], LONG),
             ] {
+                let heads = DeltaHeads { key_heads, value_heads, key_dim, value_dim };
                 self.add(Case::CPU, [Operation::GatedDelta { heads, sizes, documents, dtype }]);
             }
             for sizes in [[1, 1, 1], [9, 3, 5], [70, 2, 130]] {

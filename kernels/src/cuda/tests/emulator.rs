@@ -3,6 +3,7 @@
 use super::super::emulator::{Emulator, bytes_of};
 use super::super::launch::{Arguments, KernelLaunch, Queue, arguments, kernel_symbol};
 use super::{numbers, pattern, poisoned, tensor};
+use crate::convert::tests::hard_cases;
 use crate::op::{self, Op};
 use candle_core::{DType, Device, Result, Tensor};
 use half::{bf16, f16};
@@ -297,19 +298,6 @@ fn convert(x: &Tensor, out: &Tensor) {
 /// A type with its numbers' values, and the bits that values are rounded to.
 type Format = (DType, fn(u16) -> f32, fn(f32) -> u16);
 
-/// Floats around every rounding boundary of a 16-bit format.
-fn hard_cases(upcast: impl Fn(u16) -> f32) -> Vec<f32> {
-    (0..=u16::MAX)
-        .step_by(7)
-        .flat_map(|bits| {
-            let value = upcast(bits);
-            let next = upcast(bits.wrapping_add(1));
-            let middle = (f64::from(value) * 0.5 + f64::from(next) * 0.5) as f32;
-            [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
-        })
-        .collect()
-}
-
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn conversions_round_as_the_hardware_does() {
@@ -318,7 +306,7 @@ fn conversions_round_as_the_hardware_does() {
         (DType::BF16, |bits| bf16::from_bits(bits).to_f32(), |x| bf16::from_f32_const(x).to_bits()),
     ];
     for (dtype, upcast, round) in formats {
-        let cases = hard_cases(upcast);
+        let cases = hard_cases(7, upcast);
         let [narrow, wide] = [dtype, DType::F32].map(|dtype| poisoned(&[cases.len()], dtype));
         convert(&tensor(&cases, &[cases.len()], DType::F32), &narrow);
         convert(&narrow, &wide);

@@ -4,23 +4,21 @@ use super::*;
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::{Norm, NormSettings};
 
+/// The loss of a row, whose gradient times `seed` overwrites the logits.
+fn loss(logits: &Tensor, target: u32, seed: f32) -> f32 {
+    let losses = poisoned(&[1], DType::F32);
+    let (targets, seed) = (&[target][..], Some(seed));
+    let logits = ColumnSlice::all(logits).unwrap();
+    op::CrossEntropy { logits, softcap: None, targets, losses: &losses, seed, weights: None }.run(&kernels(0)).unwrap();
+    numbers(&losses)[0]
+}
+
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
     for bad in [f32::NAN, f32::INFINITY] {
         let logits = tensor(&[0.0, bad, 1.0], &[1, 3], DType::F32);
-        let losses = poisoned(&[1], DType::F32);
-        let columns = ColumnSlice::all(&logits).unwrap();
-        let op = op::CrossEntropy {
-            logits: columns,
-            softcap: None,
-            targets: &[0],
-            losses: &losses,
-            seed: Some(1.0),
-            weights: None,
-        };
-        op.run(&kernels(0)).unwrap();
-        assert!(numbers(&losses)[0].is_nan() && numbers(&logits).iter().any(|x| x.is_nan()), "{bad}");
+        assert!(loss(&logits, 0, 1.0).is_nan() && numbers(&logits).iter().any(|x| x.is_nan()), "{bad}");
     }
 }
 
@@ -31,16 +29,7 @@ fn logits_of_probability_zero_change_nothing() {
         // A thread meets the infinite ones before the others, which are far below zero.
         let logits: Vec<f32> = (0..4104).map(|i| if i < 4096 { f32::NEG_INFINITY } else { -200.0 }).collect();
         let logits = tensor(&logits, &[1, 4104], dtype);
-        let losses = poisoned(&[1], DType::F32);
-        let columns = ColumnSlice::all(&logits).unwrap();
-        let targets = &[4100];
-        let softcap = None;
-        let seed = Some(8.0);
-        let weights = None;
-        op::CrossEntropy { logits: columns, softcap, targets, losses: &losses, seed, weights }
-            .run(&kernels(0))
-            .unwrap();
-        assert!((numbers(&losses)[0] - 8f32.ln()).abs() < 1e-5, "{dtype:?}");
+        assert!((loss(&logits, 4100, 8.0) - 8f32.ln()).abs() < 1e-5, "{dtype:?}");
         let expected: Vec<f32> =
             (0..4104).map(|i| if i < 4096 { 0.0 } else { 1.0 - 8.0 * f32::from(i == 4100) }).collect();
         assert_close("the gradient", &numbers(&logits), &expected, dtype);

@@ -84,34 +84,23 @@ fn check_head_sizes(numbers: std::ops::Range<usize>) {
     }
 }
 
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn on_tensor_cores_with_small_heads() {
-    check_head_sizes(0..2);
+/// Tests that each check some of the head sizes, side by side.
+macro_rules! head_sizes {
+    ($($name:ident: $numbers:expr;)*) => {$(
+        #[test]
+        #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+        fn $name() {
+            check_head_sizes($numbers);
+        }
+    )*};
 }
 
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn on_tensor_cores_with_heads_of_64_and_80() {
-    check_head_sizes(2..4);
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn on_tensor_cores_with_large_heads() {
-    check_head_sizes(4..6);
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn on_tensor_cores_with_heads_that_fill_no_tile() {
-    check_head_sizes(6..8);
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn on_tensor_cores_with_the_largest_heads() {
-    check_head_sizes(8..10);
+head_sizes! {
+    on_tensor_cores_with_small_heads: 0..2;
+    on_tensor_cores_with_heads_of_64_and_80: 2..4;
+    on_tensor_cores_with_large_heads: 4..6;
+    on_tensor_cores_with_heads_that_fill_no_tile: 6..8;
+    on_tensor_cores_with_the_largest_heads: 8..10;
 }
 
 #[test]

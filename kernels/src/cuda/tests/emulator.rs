@@ -192,18 +192,11 @@ fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
     output.to_vec1().unwrap()
 }
 
-/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbors of a
-/// row share a lane's register, the left one in its lower half.
-const LANES: [[usize; 8]; 8] = [
-    [0, 0, 1, 1, 2, 2, 3, 3],
-    [4, 4, 5, 5, 6, 6, 7, 7],
-    [8, 8, 9, 9, 10, 10, 11, 11],
-    [12, 12, 13, 13, 14, 14, 15, 15],
-    [16, 16, 17, 17, 18, 18, 19, 19],
-    [20, 20, 21, 21, 22, 22, 23, 23],
-    [24, 24, 25, 25, 26, 26, 27, 27],
-    [28, 28, 29, 29, 30, 30, 31, 31],
-];
+/// The lane that has an element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbors of a row
+/// share a lane's register, the left one in its lower half.
+fn lane_of(row: usize, column: usize) -> usize {
+    4 * row + column / 2
+}
 
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
@@ -220,16 +213,16 @@ fn products_of_a_warp_have_the_layouts_of_the_hardware() {
             for k in 0..16 {
                 // Quarters of the left operand: upper left, lower left, upper right, lower right.
                 let register = [[0, 2], [1, 3]][row / 8][k / 8];
-                words[LANES[row % 8][k % 8]][register] |= u32::from(round(a[row * 16 + k])) << (k % 2 * 16);
+                words[lane_of(row % 8, k % 8)][register] |= u32::from(round(a[row * 16 + k])) << (k % 2 * 16);
             }
         }
         for k in 0..16 {
             for column in 0..8 {
                 // The right operand's neighbors are in a column; its upper half is register 4.
-                words[LANES[column][k % 8]][4 + k / 8] |= u32::from(round(b[k * 8 + column])) << (k % 2 * 16);
+                words[lane_of(column, k % 8)][4 + k / 8] |= u32::from(round(b[k * 8 + column])) << (k % 2 * 16);
             }
         }
-        let result = |row: usize, column: usize| (LANES[row % 8][column], row / 8 * 2 + column % 2);
+        let result = |row: usize, column: usize| (lane_of(row % 8, column), row / 8 * 2 + column % 2);
         for row in 0..16 {
             for column in 0..8 {
                 let (lane, register) = result(row, column);
@@ -265,7 +258,7 @@ fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
     for matrix in 0..4 {
         for row in 0..8 {
             for column in 0..8 {
-                let half = |words: &[u32]| words[LANES[row][column] * 4 + matrix] >> (column % 2 * 16) & 0xffff;
+                let half = |words: &[u32]| words[lane_of(row, column) * 4 + matrix] >> (column % 2 * 16) & 0xffff;
                 assert_eq!(half(&plain), element(matrix, row, column));
                 assert_eq!(half(&transposed), element(matrix, column, row));
             }

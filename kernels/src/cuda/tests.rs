@@ -107,22 +107,14 @@ fn in_every_order(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     first
 }
 
-/// The largest relative difference of two roundings of nearly the same number to `dtype`.
-fn tolerance(dtype: DType) -> f64 {
-    match dtype {
-        DType::F32 => 1e-5,
-        DType::F16 => 2e-3,
-        _ => 2e-2,
-    }
-}
-
-/// Every element within the tolerance, relative to the larger of the expected one and the tensor's root mean square.
+/// Every element within the bound of the table's cases, relative to the larger of the expected one and the tensor's root mean square.
 fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let squares: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();
     let typical = (squares / expected.len().max(1) as f64).sqrt();
+    let [bound, _] = Bounds::Gpu.of(dtype);
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical).max(f64::MIN_POSITIVE);
-        assert!(error <= tolerance(dtype), "{what} in {dtype:?}: element {i} is {found}, not {expected}");
+        assert!(error <= bound, "{what} in {dtype:?}: element {i} is {found}, not {expected}");
     }
 }

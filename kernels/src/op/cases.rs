@@ -113,7 +113,7 @@ pub enum Bounds {
 impl Bounds {
     /// The bounds of results of a type: of each error, relative to its element or to the root mean square of the
     /// results, and of the root mean square of the errors.
-    fn of(self, dtype: DType) -> [f64; 2] {
+    pub(crate) fn of(self, dtype: DType) -> [f64; 2] {
         let [each, all] = match dtype {
             DType::F32 => [1e-5, 1e-6],
             DType::F16 => [2e-3, 6e-4],

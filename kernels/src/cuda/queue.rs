@@ -14,19 +14,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The `.cu` files as nvcc has compiled them for this build.
-const MODULES: [(&str, &str); 10] = [
-    ("adamw", include_str!(concat!(env!("OUT_DIR"), "/adamw.ptx"))),
-    ("attention", include_str!(concat!(env!("OUT_DIR"), "/attention.ptx"))),
-    ("attention_mma", include_str!(concat!(env!("OUT_DIR"), "/attention_mma.ptx"))),
-    ("attention_wgmma", include_str!(concat!(env!("OUT_DIR"), "/attention_wgmma.ptx"))),
-    ("cross_entropy", include_str!(concat!(env!("OUT_DIR"), "/cross_entropy.ptx"))),
-    ("elementwise", include_str!(concat!(env!("OUT_DIR"), "/elementwise.ptx"))),
-    ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),
-    ("norm", include_str!(concat!(env!("OUT_DIR"), "/norm.ptx"))),
-    ("rope", include_str!(concat!(env!("OUT_DIR"), "/rope.ptx"))),
-    ("summary", include_str!(concat!(env!("OUT_DIR"), "/summary.ptx"))),
-];
+/// `.cu` files as nvcc has compiled them for this build, by name.
+macro_rules! modules {
+    ($($name:literal),*) => {
+        [$(($name, include_str!(concat!(env!("OUT_DIR"), "/", $name, ".ptx")))),*]
+    };
+}
+const MODULES: [(&str, &str); 10] = modules! {
+    "adamw", "attention", "attention_mma", "attention_wgmma", "cross_entropy", "elementwise", "embedding", "norm", "rope",
+    "summary"
+};
 /// Shared memory that a kernel gets without asking for more.
 const SHARED_BYTES: u32 = 48 << 10;
 

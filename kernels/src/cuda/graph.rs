@@ -75,18 +75,14 @@ impl<Q: Queue> CudaKernels<Q> {
         self.queue.overwrite(&mut shape.block.1, &block.words)?;
         let address = shape.block.0;
         if shape.graph.is_none() {
-            match self.with_inputs(block.clone(), address, &mut || {
-                self.queue.capture(pass).map(|graph| shape.graph = Some(graph))
-            }) {
-                Ok(()) => {}
-                Err(error) => {
-                    let why = error.to_string();
-                    graphs.notice = Some(why.lines().next().unwrap_or_default().to_owned());
-                    graphs.refused = true;
-                    let ran = self.with_inputs(block, address, pass);
-                    graphs.shapes.clear();
-                    return ran;
-                }
+            let mut record = || self.queue.capture(pass).map(|graph| shape.graph = Some(graph));
+            if let Err(error) = self.with_inputs(block.clone(), address, &mut record) {
+                let why = error.to_string();
+                graphs.notice = Some(why.lines().next().unwrap_or_default().to_owned());
+                graphs.refused = true;
+                let ran = self.with_inputs(block, address, pass);
+                graphs.shapes.clear();
+                return ran;
             }
         }
         shape.graph.as_ref().map_or(Ok(()), |graph| self.queue.replay(graph))

@@ -107,8 +107,7 @@ fn threads_of_row(operands: &[ColumnSlice<'_>], width: usize) -> Attempt<Option<
 
 impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn norm(&self, op: &op::Norm<'_>) -> Attempt {
-        let x = op.x;
-        let y = op.y;
+        let &op::Norm { x, y, .. } = op;
         let width = op.weight.elem_count();
         let types @ [stream, compute] = [x, y].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;
@@ -140,9 +139,7 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn norm_backward(&self, op: &op::NormBackward<'_>) -> Attempt {
-        let dy = op.dy;
-        let x = op.x;
-        let dx = op.dx;
+        let &op::NormBackward { dy, x, dx, .. } = op;
         let width = op.weight.elem_count();
         let types @ [stream, compute] = [x, dy].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;

@@ -251,25 +251,15 @@ impl Fallback {
 mod tests {
     use super::*;
 
-    const ON: PrecisionConfig = PrecisionConfig {
-        masters: true,
-        fallback: FallbackRule::Layer,
-        keep: UnitSet(BTreeSet::new()),
-        fallback_dtype: Dtype::F32,
-        fallback_overflows: 3,
-        fallback_window: 10,
-        fallback_max_scale: 65536.0,
-        fallback_cooldown: 4,
-        fp8: Fp8Config { block: None, amax_history_len: 16, enter_variance: None, exit_ratio: 2.0 },
-    };
-
-    fn fallback(config: PrecisionConfig) -> Fallback {
-        Fallback::new(config, BTreeMap::new())
+    /// After three overflows within ten steps, for at least four.
+    fn fallback(fallback_cooldown: u64) -> Fallback {
+        let rule = PrecisionConfig { fallback: FallbackRule::Layer, fallback_window: 10, ..PrecisionConfig::default() };
+        Fallback::new(PrecisionConfig { fallback_cooldown, ..rule }, BTreeMap::new())
     }
 
     #[test]
     fn a_unit_falls_back_at_the_third_overflow_within_the_window() {
-        let mut state = fallback(ON);
+        let mut state = fallback(4);
         let one = PrecisionUnit::Block(1);
         assert_eq!([1, 5, 11, 16].map(|step| state.overflowed(one, step)), [None; 4], "never three within ten steps");
         assert_eq!(state.overflowed(PrecisionUnit::NonBlock, 17), None, "overflows are counted by unit");
@@ -281,7 +271,7 @@ mod tests {
 
     #[test]
     fn it_returns_after_consecutive_quiet_steps_and_counts_from_zero() {
-        let mut state = fallback(ON);
+        let mut state = fallback(4);
         let (one, two) = (PrecisionUnit::Block(1), PrecisionUnit::Block(2));
         for step in 1..=3 {
             let _ = (state.overflowed(one, step), state.overflowed(two, step));
@@ -291,7 +281,7 @@ mod tests {
         assert_eq!([quiet(true), quiet(true)], [vec![one], vec![]]);
         assert_eq!(state.active().collect::<Vec<_>>(), [two], "it did not fit in the third step");
         assert_eq!(state.overflowed(one, 9), None, "a unit that returned counts from zero");
-        let mut never = fallback(PrecisionConfig { fallback_cooldown: 0, ..ON });
+        let mut never = fallback(0);
         (1..=3).for_each(|step| assert!(never.overflowed(one, step).is_none() || step == 3));
         assert!((0..1000).all(|_| never.clean(|_| true).is_empty()));
     }

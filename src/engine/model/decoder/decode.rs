@@ -17,6 +17,7 @@ use crate::engine::model::workspace::{LayerScratch, Purpose, RopeCaches, candle_
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::borrow::Cow;
+use strum::EnumTryAs;
 
 /// The cached keys and values of sequences, and the buffers of the pass that adds to them.
 ///
@@ -32,7 +33,7 @@ pub struct KvCache {
 }
 
 /// A sequence's part of a layer.
-#[derive(Debug)]
+#[derive(Debug, EnumTryAs)]
 enum LayerCache {
     Attention(LayerKvCache),
     ShortConv(ConvCache),
@@ -108,9 +109,7 @@ impl KvCache {
         let states =
             (0..spec.num_layers).filter_map(|block| spec.recurrence(block)).map(|recurrence| match recurrence {
                 Recurrence::ShortConv { taps } => taps * spec.hidden_size,
-                Recurrence::GatedDelta { heads, taps } => {
-                    taps * heads.channels() + heads.value_heads * heads.key_dim * heads.value_dim
-                }
+                Recurrence::GatedDelta { heads, taps } => taps * heads.channels() + heads.state_elements(),
             });
         let states = states.sum::<usize>() * DType::F32.size_in_bytes();
         (columns * capacity * policy.compute.size_in_bytes() + states) as u64
@@ -278,26 +277,17 @@ impl Decoder {
             let out = &mixer_output(&self.spec, i, &acts.attended)?;
             self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |inputs| match inputs {
                 MixerInputs::Attention(qkv) => {
-                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
-                        LayerCache::Attention(layer) => Some(layer),
-                        _ => None,
-                    });
+                    let sequences = &cache.of_layer(i, &counts, LayerCache::try_as_attention_ref);
                     let shape = self.shape(i, 1, rows);
                     let sinks = self.sinks(weights, i);
                     op::DecodeAttention { shape, sequences, qkv, sinks, out }.run(kernels)
                 }
                 MixerInputs::ShortConv { input, weight } => {
-                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
-                        LayerCache::ShortConv(layer) => Some(layer),
-                        _ => None,
-                    });
+                    let sequences = &cache.of_layer(i, &counts, LayerCache::try_as_short_conv_ref);
                     op::DecodeShortConv { input, weight, sequences, out }.run(kernels)
                 }
                 MixerInputs::GatedDelta { heads, eps, input, params } => {
-                    let sequences = &cache.of_layer(i, &counts, |layer| match layer {
-                        LayerCache::GatedDelta(layer) => Some(layer),
-                        _ => None,
-                    });
+                    let sequences = &cache.of_layer(i, &counts, LayerCache::try_as_gated_delta_ref);
                     op::DecodeGatedDelta { heads, input, params, eps, sequences, out }.run(kernels)
                 }
             })?;

@@ -106,15 +106,17 @@ pub(crate) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<&
     })
 }
 
-/// The built-in architecture `name`.
-pub(super) fn named(name: &str) -> Option<ModelSpec> {
-    let (_, spec) = FAMILIES.iter().flat_map(|family| family.named).find(|(known, _)| *known == name)?;
-    Some(spec())
-}
+impl ModelSpec {
+    /// The names that [`ModelSpec::named`] accepts.
+    pub fn names() -> Vec<&'static str> {
+        FAMILIES.iter().flat_map(|family| family.named).map(|(name, _)| *name).collect()
+    }
 
-/// The names of all built-in architectures.
-pub(super) fn names() -> Vec<&'static str> {
-    FAMILIES.iter().flat_map(|family| family.named).map(|(name, _)| *name).collect()
+    /// The built-in architecture `name`, without dropout.
+    pub fn named(name: &str) -> Option<Self> {
+        let (_, spec) = FAMILIES.iter().flat_map(|family| family.named).find(|(known, _)| *known == name)?;
+        Some(spec())
+    }
 }
 
 #[cfg(test)]

@@ -249,16 +249,6 @@ pub struct ParamSpec {
 }
 
 impl ModelSpec {
-    /// The names that [`ModelSpec::named`] accepts.
-    pub fn names() -> Vec<&'static str> {
-        families::names()
-    }
-
-    /// The built-in architecture `name`, without dropout.
-    pub fn named(name: &str) -> Option<Self> {
-        families::named(name)
-    }
-
     /// Reads the text of a `config.json`; `origin` is its path in error messages. Ignores keys without effect, as
     /// transformers does. Fails with [`Error::Model`] naming the key: an unknown model type or activation, a variant of
     /// attention that the engine lacks, a number that is not positive, heads that do not divide the width.

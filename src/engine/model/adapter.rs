@@ -97,7 +97,8 @@ impl<T> AdapterBuffers<T> {
     ) -> Result<Option<Self>> {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let rows = |columns: usize| allocate(&[tokens * columns], compute);
-        let fused = spec.adapted_products();
+        let mut fused: Vec<_> = spec.fused_products().into_values().collect();
+        fused.retain(|product| product.members > 0);
         let members = fused.iter().map(|product| product.members).max().unwrap_or(1);
         let joined = fused.iter().filter(|product| product.parts > 1);
         let joined = joined.map(|product| product.members * product.outputs).max();

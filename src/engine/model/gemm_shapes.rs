@@ -1,21 +1,13 @@
 //! The matrix products of a training step, whose operands the kernels pack.
 
-use super::spec::{AdaptableLayer, ModelSpec, ModuleId, ParamRole};
+use super::spec::{FusedProduct, ModelSpec, ModuleId, ParamRole};
 use super::workspace::candle_dtype;
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
 use crate::engine::kernels::matmul::GemmShape;
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Result};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// The layers that a product takes together.
-#[derive(Default)]
-struct FusedLinearShape {
-    inputs: usize,
-    outputs: usize,
-    adapters: usize,
-}
+use std::collections::BTreeSet;
 
 impl ModelSpec {
     /// The products of a forward and backward pass over `tokens` tokens, of the head and all blocks. If layers share a
@@ -35,17 +27,10 @@ impl ModelSpec {
         }
         let weights = self.parameters().into_iter().filter(|entry| entry.role == ParamRole::Weight);
         let trained: BTreeSet<ModuleId> = weights.map(|entry| entry.fused_into).collect();
-        let mut linears = BTreeMap::<ModuleId, FusedLinearShape>::new();
+        let r = self.lora.as_ref().map_or(0, |lora| lora.r);
         // A token chooses an expert at most once.
-        for AdaptableLayer { layer, fused_into, inputs, outputs } in self.adaptable_layers() {
-            let linear = linears.entry(fused_into).or_default();
-            linear.inputs = inputs;
-            linear.outputs += outputs;
-            linear.adapters += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
-        }
-        for (fused_into, FusedLinearShape { inputs, outputs, adapters }) in linears {
-            let r = self.lora.as_ref().map_or(0, |lora| lora.r);
-            let low = adapters * r;
+        for (fused_into, FusedProduct { inputs, outputs, members, .. }) in self.fused_products() {
+            let low = members * r;
             products.push(product([tokens, inputs, outputs], low, compute));
             products.push(product([tokens, outputs, inputs], low, compute));
             if trained.contains(&fused_into) {

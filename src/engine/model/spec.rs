@@ -39,13 +39,14 @@ pub(super) struct AdaptableLayer {
     pub(super) outputs: usize,
 }
 
-/// A product with adapters.
+/// A product that computes one layer or several together.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct AdaptedProduct {
+pub(super) struct FusedProduct {
     /// The number of its layers that have an adapter.
     pub(super) members: usize,
     /// The number of its layers.
     pub(super) parts: usize,
+    pub(super) inputs: usize,
     pub(super) outputs: usize,
 }
 
@@ -480,16 +481,17 @@ impl ModelSpec {
         (0..self.num_layers).flat_map(in_block).collect()
     }
 
-    /// The products with adapters.
-    pub(super) fn adapted_products(&self) -> Vec<AdaptedProduct> {
-        let mut products = BTreeMap::<ModuleId, AdaptedProduct>::new();
-        for AdaptableLayer { layer, fused_into, outputs, .. } in self.adaptable_layers() {
+    /// The products of the layers that can have an adapter.
+    pub(super) fn fused_products(&self) -> BTreeMap<ModuleId, FusedProduct> {
+        let mut products = BTreeMap::<ModuleId, FusedProduct>::new();
+        for AdaptableLayer { layer, fused_into, inputs, outputs } in self.adaptable_layers() {
             let product = products.entry(fused_into).or_default();
             product.members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
             product.parts += 1;
+            product.inputs = inputs;
             product.outputs += outputs;
         }
-        products.into_values().filter(|product| product.members > 0).collect()
+        products
     }
 
     /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model

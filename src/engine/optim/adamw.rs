@@ -345,30 +345,22 @@ impl MasterWeights {
         weights: &mut Parameters,
         kernels: &dyn Kernels,
     ) -> Result<()> {
-        let mut packs = weights.fused_in(unit).into_iter();
-        packs.try_for_each(|index| self.change_pack_dtype(index, compute, weights, kernels))
-    }
-
-    fn change_pack_dtype(
-        &self,
-        index: usize,
-        compute: DType,
-        weights: &mut Parameters,
-        kernels: &dyn Kernels,
-    ) -> Result<()> {
-        if self.parameters.shards().is_some() {
-            // The values follow when all processes have rounded theirs.
+        for index in weights.fused_in(unit) {
             let pack = weights.fused_at(index);
-            let weight = view::zeros(pack.dims(), compute, pack.device())?;
-            return weights.replace_fused(index, weight);
+            let zeros = || view::zeros(pack.dims(), compute, pack.device());
+            let weight = if self.parameters.shards().is_some() {
+                // The values follow when all processes have rounded theirs.
+                zeros()?
+            } else if compute == DType::F32 {
+                self.parameters.fused_at(index).clone()
+            } else {
+                let weight = zeros()?;
+                kernels.copy(self.parameters.fused_at(index), &weight)?;
+                weight
+            };
+            weights.replace_fused(index, weight)?;
         }
-        let master = self.parameters.fused_at(index);
-        if compute == DType::F32 {
-            return weights.replace_fused(index, master.clone());
-        }
-        let weight = view::zeros(master.dims(), compute, master.device())?;
-        kernels.copy(master, &weight)?;
-        weights.replace_fused(index, weight)
+        Ok(())
     }
 
     /// Rounds the masters of all processes into `weights`, the working copy of each.

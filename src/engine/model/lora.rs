@@ -229,11 +229,6 @@ fn matches(spec: &ModelSpec, whole: &str, name: &str) -> bool {
     whole.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// The last part of a dotted name.
-fn last_part(name: &str) -> &str {
-    name.rsplit('.').next().unwrap_or(name)
-}
-
 fn find(
     spec: &ModelSpec,
     among: &BTreeSet<ModuleId>,
@@ -253,7 +248,7 @@ fn find(
         };
         found.extend(among.iter().filter(chosen).map(|(layer, _)| *layer));
         if found.len() == before && !among.iter().any(|layer| chosen(&layer)) {
-            let known: BTreeSet<String> = among.iter().map(|(_, whole)| last_part(whole).to_owned()).collect();
+            let known: BTreeSet<&str> = among.iter().filter_map(|(_, whole)| whole.rsplit('.').next()).collect();
             let known = known.into_iter().collect::<Vec<_>>().join("`, `");
             return Err(Error::config(key, format!("`{name}` matches no {kind}; available: `{known}`")));
         }

@@ -286,7 +286,7 @@ impl Rope {
         let keys = ConfigReader(parameters);
         let name = keys.str("rope_type", keys.str("type", "default")?)?;
         if !Self::TYPES.contains(&name) {
-            return Err(format!("`rope_type` is `{name}`; supported: {}", quoted(&Self::TYPES)));
+            return Err(format!("`rope_type` is `{name}`; supported: `{}`", Self::TYPES.join("`, `")));
         }
         if let Some(key) = parameters.keys().find(|key| !KNOWN_KEYS.contains(&key.as_str())) {
             return Err(format!("`{key}` is not supported with `rope_type` `{name}`"));
@@ -461,10 +461,6 @@ pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Resul
         config.insert("rope_parameters".into(), default);
     }
     Ok(config)
-}
-
-fn quoted(names: &[&str]) -> String {
-    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

@@ -325,13 +325,13 @@ impl dyn ProcessGroup + '_ {
     }
 
     /// The bytes of all processes, by rank; `lengths` are the byte counts.
-    fn gather_bytes(&self, own: &[u8], lengths: impl Iterator<Item = usize>) -> Result<Vec<Vec<u8>>> {
+    fn gather_bytes(&self, own: Vec<u8>, lengths: impl Iterator<Item = usize>) -> Result<Vec<Vec<u8>>> {
         let rank = self.rank();
-        let mut all: Vec<Vec<u8>> = lengths.map(|length| vec![0; length]).collect();
-        all[rank].clear();
-        let out: Vec<&[u8]> = (0..all.len()).map(|other| if other == rank { &[] } else { own }).collect();
+        let length = |(other, length)| if other == rank { 0 } else { length };
+        let mut all: Vec<Vec<u8>> = lengths.enumerate().map(length).map(|length| vec![0; length]).collect();
+        let out: Vec<&[u8]> = (0..all.len()).map(|other| if other == rank { &[] } else { &own[..] }).collect();
         self.all_to_all(&out, &mut all.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
-        all[rank] = own.to_vec();
+        all[rank] = own;
         Ok(all)
     }
 
@@ -339,9 +339,9 @@ impl dyn ProcessGroup + '_ {
     pub fn all_gather<T: Pod>(&self, own: &[T]) -> Result<Vec<Vec<T>>> {
         let bytes: &[u8] = bytemuck::cast_slice(own);
         let length = (bytes.len() as u64).to_le_bytes();
-        let lengths = self.gather_bytes(&length, (0..self.world_size()).map(|_| length.len()))?;
+        let lengths = self.gather_bytes(length.to_vec(), (0..self.world_size()).map(|_| length.len()))?;
         let lengths = lengths.iter().map(|length| bytemuck::pod_read_unaligned::<u64>(length) as usize);
-        let all = self.gather_bytes(bytes, lengths)?;
+        let all = self.gather_bytes(bytes.to_vec(), lengths)?;
         let values = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
         Ok(all.iter().map(values).collect())
     }

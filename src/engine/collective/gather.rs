@@ -5,6 +5,7 @@ use super::{ProcessGroup, Shards, TensorExchange, range_bytes, write_range};
 use crate::Result;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
+use std::ops::Range;
 
 /// Copies the shard `own` of each process into the `whole` of all processes. `own` may be a part of `whole` itself. A
 /// single process has nothing to do.
@@ -25,15 +26,10 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
             let first = own.range(*parameter).start;
             range_bytes(&own[*parameter], range.start - first..range.end - first, &mut here)?;
         }
-        let length = |owner: usize| {
-            let bytes = pieces[owner].iter().map(|(index, range)| range.len() * whole[*index].dtype().size_in_bytes());
-            if owner == rank { 0 } else { bytes.sum() }
-        };
-        let mut received: Vec<Vec<u8>> = (0..count).map(|owner| vec![0; length(owner)]).collect();
-        let out: Vec<&[u8]> = (0..count).map(|to| if to == rank { &[] } else { here.as_slice() }).collect();
-        group.all_to_all(&out, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
-        if !in_place {
-            received[rank] = here;
+        let size = |(index, range): &(usize, Range<usize>)| range.len() * whole[*index].dtype().size_in_bytes();
+        let mut received = group.gather_bytes(here, pieces.iter().map(|pieces| pieces.iter().map(size).sum()))?;
+        if in_place {
+            received[rank].clear();
         }
         for (pieces, bytes) in pieces.iter().zip(&received).filter(|(_, bytes)| !bytes.is_empty()) {
             let mut bytes = bytes.as_slice();

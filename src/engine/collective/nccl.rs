@@ -255,22 +255,19 @@ impl OnGpus {
         // SAFETY: the context is current; the tensors are alive until the exchange has ended.
         functions.check(unsafe { (functions.group_start)() })?;
         let queue = || {
-            for (rank, tensor) in out {
-                let (address, bytes) = self.memory(tensor)?;
-                let address = address as *const c_void;
-                let rank = *rank as c_int;
-                // SAFETY: the tensor has this number of bytes.
-                let queued = unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
-                functions.check(queued)?;
-            }
-            for (rank, tensor) in into {
+            let stream = stream.cu_stream();
+            for ((rank, tensor), is_sent) in out.iter().map(|it| (it, true)).chain(into.iter().map(|it| (it, false))) {
                 let (address, bytes) = self.memory(tensor)?;
                 let address = address as *mut c_void;
                 let rank = *rank as c_int;
                 // SAFETY: the tensor has this number of bytes.
-                let queued =
-                    unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
-                functions.check(queued)?;
+                functions.check(unsafe {
+                    if is_sent {
+                        (functions.send)(address, bytes, BYTE, rank, communicator, stream)
+                    } else {
+                        (functions.receive)(address, bytes, BYTE, rank, communicator, stream)
+                    }
+                })?;
             }
             Ok(())
         };

@@ -18,8 +18,8 @@ use crate::untrusted::subprocess;
 use candle_core::{DType, Device, DeviceLocation, bail};
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::Read;
-use std::process::{ExitCode, ExitStatus};
+use std::io::{Read, Write};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -176,11 +176,7 @@ fn run(ordinal: usize, family: KernelFamily) -> std::result::Result<(), String> 
     if let Some(out) = &mut child.stdout {
         let _ = out.read_to_string(&mut said);
     }
-    exit_status_to_error(status, said.lines().next())
-}
-
-fn exit_status_to_error(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
-    match (status.code(), said) {
+    match (status.code(), said.lines().next()) {
         (Some(0), _) => Ok(()),
         (Some(_), Some(said)) => Err(said.to_owned()),
         _ => Err(format!("crashed ({status})")),
@@ -200,17 +196,11 @@ pub(crate) fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode
     let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
     let family = KernelFamily::VARIANTS.iter().copied().find(|family| family.name() == name);
     let (Ok(ordinal), Some(family)) = (ordinal.parse(), family) else { return ExitCode::from(2) };
-    let tried = gpu::open(ordinal, PrecisionPolicy::FP32).and_then(|(device, _)| match family {
-        KernelFamily::Graph => check_graph(&device).map_err(|error| error.to_string()),
-        _ => check(family, &device).map_err(|error| error.to_string()),
+    let tried = gpu::open(ordinal, PrecisionPolicy::FP32).and_then(|(device, _)| {
+        let checked = if family == KernelFamily::Graph { check_graph(&device) } else { check(family, &device) };
+        checked.map_err(|error| error.to_string())
     });
-    match tried {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let mut out = std::io::stdout();
-            let line = error.lines().next().unwrap_or_default();
-            let _ = std::io::Write::write_all(&mut out, format!("{line}\n").as_bytes());
-            ExitCode::FAILURE
-        }
-    }
+    let Err(error) = tried else { return ExitCode::SUCCESS };
+    let _ = writeln!(std::io::stdout(), "{}", error.lines().next().unwrap_or_default());
+    ExitCode::FAILURE
 }

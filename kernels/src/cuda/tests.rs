@@ -107,7 +107,8 @@ fn in_every_order(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     first
 }
 
-/// Every element within the bound of the table's cases, relative to the larger of the expected one and the tensor's root mean square.
+/// Every element within the bound of the table's cases, relative to the larger of the expected one and the tensor's
+/// root mean square.
 fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let squares: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();

@@ -148,6 +148,8 @@ impl Template {
                 DAY.iter().fold(format, |text, (code, value)| text.replace(code, value))
             });
         }
+        // Jinja reads every end of a line as a line feed.
+        let source = &source.replace("\r\n", "\n").replace('\r', "\n");
         let source = with_percent(&replace_generation_tags(source, &GENERATION_MARKERS.map(String::from)));
         let has_generation_blocks = source.contains(GENERATION_MARKERS);
         environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;

@@ -124,18 +124,21 @@ fn text_of_parts(content: Value) -> Result<Value, String> {
     Ok(joined.map_or(content, Value::from))
 }
 
-/// `messages` after the `system` instructions of their row, unless they begin with others.
-pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
+/// `messages` after the `system` instructions of their row, unless they begin with others. Fails if they are not text.
+pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Result<Vec<Value>, String> {
     let is_system = |message: &Value| {
         matches!(field(message, "role").as_ref().and_then(Value::as_str), Some("system" | "developer"))
     };
-    let system = field(row, "system").filter(|text| text.as_str().is_some_and(|text| !text.is_empty()));
-    if let Some(content) = system
+    let system = field(row, "system");
+    if let Some(wrong) = system.as_ref().filter(|system| system.as_str().is_none()) {
+        return Err(format!("`system` must be text, but is {}", json_type(wrong)));
+    }
+    if let Some(content) = system.filter(|text| text.as_str() != Some(""))
         && !messages.first().is_some_and(is_system)
     {
         messages.insert(0, context! { role => "system", content });
     }
-    messages
+    Ok(messages)
 }
 
 /// The variables of a row's chat template besides its messages: `tools`, and those in `chat_template_kwargs`, as in

@@ -79,12 +79,15 @@ impl TextOrMessages {
         Self::read(row, name)?.ok_or_else(|| format!("`{name}` is missing or null"))
     }
 
-    /// A prompt after the `system` instructions of its row, if it has messages.
-    fn with_system(self, row: &Value) -> Self {
-        match self {
-            Self::Messages(messages) => Self::Messages(with_system(row, messages)),
-            text @ Self::Text(_) => text,
-        }
+    /// A prompt after the `system` instructions of its row, if it has messages, or a text is the question before
+    /// messages.
+    fn with_system(self, row: &Value, before_messages: bool) -> Result<Self, String> {
+        let messages = match self {
+            Self::Messages(messages) => messages,
+            Self::Text(content) if before_messages => vec![minijinja::context! { role => "user", content }],
+            Self::Text(_) => return Ok(self),
+        };
+        Ok(Self::Messages(with_system(row, messages)?))
     }
 
     fn is_messages(&self) -> bool {
@@ -126,9 +129,8 @@ impl TextOrMessages {
     fn join(self, answer: Self, name: &str, variables: Option<Value>) -> Result<Sample, String> {
         let mut messages = match (self, &answer) {
             (Self::Text(prompt), Self::Text(answer)) => return Ok(Sample::Completion(prompt, answer.clone())),
-            (Self::Text(content), _) => vec![minijinja::context! { role => "user", content }],
             (Self::Messages(prompt), Self::Messages(_)) => prompt,
-            (Self::Messages(_), Self::Text(_)) => {
+            _ => {
                 return Err(format!("the prompt is a list of messages, but `{name}` is text; use one form for both"));
             }
         };
@@ -152,7 +154,7 @@ fn is_messages(list: &Value) -> bool {
 pub(super) fn prompt(row: &Value, name: &str, variables: Option<Value>) -> Result<Prompt, String> {
     let found =
         TextOrMessages::read(row, name).transpose().or_else(|| TextOrMessages::read(row, "messages").transpose());
-    match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row) {
+    match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row, false)? {
         TextOrMessages::Text(text) => Ok(Prompt::Text(text)),
         TextOrMessages::Messages(messages) => Ok(Prompt::Conversation(Conversation { messages }, variables)),
     }
@@ -160,7 +162,9 @@ pub(super) fn prompt(row: &Value, name: &str, variables: Option<Value>) -> Resul
 
 /// The prompt of a row with the answer in field `name`.
 pub(super) fn answered(row: &Value, prompt: &str, name: &str, variables: Option<Value>) -> Result<Sample, String> {
-    TextOrMessages::require(row, prompt)?.with_system(row).join(TextOrMessages::require(row, name)?, name, variables)
+    let [prompt, answer] = [TextOrMessages::require(row, prompt)?, TextOrMessages::require(row, name)?];
+    let prompt = prompt.with_system(row, answer.is_messages())?;
+    prompt.join(answer, name, variables)
 }
 
 /// The chosen and the rejected answer of a row, each with its prompt; `None` if they are identical.
@@ -186,7 +190,7 @@ pub(super) fn pair(row: &Value, prompt: &str, variables: Option<&Value>) -> Resu
             prompt
         }
     };
-    let prompt = prompt.with_system(row);
+    let prompt = prompt.with_system(row, chosen.is_messages())?;
     let second = prompt.clone();
     let pair =
         [prompt.join(chosen, names[0], variables.cloned())?, second.join(rejected, names[1], variables.cloned())?];

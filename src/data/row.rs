@@ -460,7 +460,7 @@ fn messages(row: &Value, name: &str) -> Result<Conversation, String> {
     if messages.is_empty() {
         return Err(format!("`{name}` contains no message"));
     }
-    Ok(Conversation { messages: fields::with_system(row, messages) })
+    Ok(Conversation { messages: fields::with_system(row, messages)? })
 }
 
 /// Whether a message counts in the loss by its `weight`, as in OpenAI's format, or `train`, as in axolotl's.

@@ -104,17 +104,12 @@ impl DatasetOptions {
         }
     }
 
-    /// The part that counts in the loss. Sampled completions replace the last answer.
-    fn loss_on(&self) -> LossOn {
-        if self.samples == SampleKind::Prompt { LossOn::LastAnswer } else { self.loss_on }
-    }
-
     /// A key of everything except the files that determines the text and its mask.
     pub(super) fn key(&self) -> String {
         let FieldNames { text, prompt, completion } = &self.fields;
         // Rows may have the fields of several kinds of samples.
         let samples = if self.samples == SampleKind::Plain { String::new() } else { format!("{:?} ", self.samples) };
-        format!("{samples}{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on(), self.chat.key())
+        format!("{samples}{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
     }
 }
 
@@ -274,11 +269,10 @@ impl<'a> RowReader<'a> {
 
     /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.
     fn emit(&mut self, sample: Sample, wrong: &dyn Fn(String) -> Error, sink: &mut ChunkSink) -> Result<()> {
-        let DatasetOptions { chat, samples, .. } = self.options;
-        let loss_on = self.options.loss_on();
+        let DatasetOptions { chat, samples, loss_on, .. } = self.options;
         let (conversation, prompt, variables) = match sample {
             Sample::Completion(prompt, completion) => {
-                let loss_mask = if loss_on == LossOn::All { LossMask::All } else { LossMask::None };
+                let loss_mask = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
                 emit(&prompt, &loss_mask, true, sink)?;
                 emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
                 return sink(TextChunk::end(prompt.is_empty() && completion.is_empty()));
@@ -286,14 +280,19 @@ impl<'a> RowReader<'a> {
             Sample::Conversation { conversation, prompt, variables } => (conversation, prompt, variables),
         };
         self.conversational = true;
-        if *samples == SampleKind::Prompt && conversation.last_answer().is_none() {
-            let text = chat.prompt(&conversation, variables.as_ref()).map_err(|error| wrong(error.to_string()))?;
+        if *samples == SampleKind::Prompt {
+            // Completions begin as in use: after the template's own start of an answer.
+            let answer = conversation.last_answer().unwrap_or_default();
+            let before = conversation.messages.len() - usize::from(conversation.messages.last().is_some_and(is_answer));
+            let text = chat.prompt(&conversation.first(before), variables.as_ref());
+            let text = text.map_err(|error| wrong(error.to_string()))?;
             sink(TextChunk { text, loss_mask: LossMask::None, starts_document: true, end: ChunkEnd::Templated })?;
+            emit(&answer, &LossMask::All, false, sink)?;
             return sink(TextChunk::end(false));
         }
         let in_loss = answers_in_loss(&conversation).map_err(wrong)?;
         let leaves_out = in_loss.contains(&false);
-        let all = loss_on == LossOn::All && !leaves_out;
+        let all = *loss_on == LossOn::All && !leaves_out;
         let render = |conversation: &Conversation| {
             let rendered = chat.render(conversation, variables.as_ref(), all);
             rendered.map_err(|error| wrong(error.to_string()))
@@ -316,7 +315,7 @@ impl<'a> RowReader<'a> {
             answers.drain(..render(&before)?.assistant_ranges.len().min(answers.len()));
         }
         let loss_mask =
-            if all { LossMask::All } else { LossMask::Ranges(ranges_in_loss(loss_on, &answers, text.len())) };
+            if all { LossMask::All } else { LossMask::Ranges(ranges_in_loss(*loss_on, &answers, text.len())) };
         sink(TextChunk { text, loss_mask, starts_document: true, end: ChunkEnd::Templated })
     }
 

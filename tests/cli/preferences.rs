@@ -450,7 +450,7 @@ fn prompts_may_have_answers_or_none() {
                  \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}\n";
     let asked = owned(&[
         ("user: a\nassistant:", "$", SequenceRole::Prompt),
-        ("user: a\nassistant: b$", " b$", SequenceRole::Prompt),
+        ("user: a\nassistant:b", "b$", SequenceRole::Prompt),
     ]);
     for (content, expected) in [(rows, answered), (open, alone), (chats, asked)] {
         let folder = tempfile::tempdir().unwrap();
@@ -460,6 +460,32 @@ fn prompts_may_have_answers_or_none() {
     assert!(message.contains("has `prompt`, but `completion` is missing"), "{message}");
     let message = refusal("a.txt", "words", SampleKind::Prompt);
     assert!(message.contains("needs prompts") && message.contains("`--objective sft`"), "{message}");
+    // Regression: the advice was to train on the text of rows without a known ending.
+    let message = refusal("rows", open, SampleKind::Preference);
+    assert!(message.contains("looks like jsonl"), "{message}");
+}
+
+/// Regressions: prompts were cut out of the whole conversation, and ends of lines were those of the template's file.
+#[test]
+fn a_prompt_ends_with_the_templates_own_start_of_an_answer() {
+    let fixture = CliFixture::empty();
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }};\r\n{% endfor %}{% if add_generation_prompt %}\
+                    assistant: {% if not thinks %}<think></think>{% endif %}{% endif %}";
+    fixture.write("think.jinja", template);
+    let answer = json!({"role": "assistant", "content": "4"});
+    let row = json!({"messages": [{"role": "user", "content": "2+2"}, answer], "system": "Be brief"});
+    fixture.write("answered.jsonl", row.to_string());
+    let show = "data show --model tiny --val none --chat-template think.jinja";
+    let shown = fixture.said(&format!("{show} --data answered.jsonl --objective grpo --reward exact"));
+    assert!(shown.contains("system: Be brief;\n  user: 2+2;\n  assistant: <think></think>[4<|endoftext|>]"), "{shown}");
+    // Regression: instructions were left out before a prompt that is not a message, and if they are not text.
+    let wrong = json!({"role": "assistant", "content": "5"});
+    let row = json!({"system": "Be brief", "prompt": "2+2", "chosen": [answer], "rejected": [wrong]});
+    fixture.write("pair.jsonl", row.to_string());
+    let shown = fixture.said("data show --model tiny --val none --data pair.jsonl --objective dpo");
+    assert!(shown.contains("system: Be brief\n  user: 2+2\n  assistant:[ 4<|endoftext|>]"), "{shown}");
+    fixture.write("list.jsonl", json!({"messages": [answer], "system": ["Be brief"]}).to_string());
+    fixture.assert_refused(&format!("{show} --data list.jsonl"), &["`system` must be text, but is a list"]);
 }
 
 /// The rewards are `beta` times the difference of both models' log-probabilities.

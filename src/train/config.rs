@@ -3,7 +3,7 @@
 mod keys;
 mod sections;
 
-use crate::data::{Bos, DataFormat, DataSource, FieldNames, HELD_OUT};
+use crate::data::{Bos, DataFormat, DataSource, FieldNames, HELD_OUT, LossOn, SampleKind};
 pub use crate::engine::device::DeviceSpec;
 use crate::engine::kernels::KernelBackend;
 use crate::engine::model::{DropoutRates, Lora, ModelSpec};
@@ -444,6 +444,10 @@ impl Config {
         self.validate_masters()?;
         self.lora.validate()?;
         self.objective.validate(self.train.batch_size)?;
+        if self.objective.kind.samples() != SampleKind::Plain && self.train.loss_on == LossOn::All {
+            let message = "`all` is for `--objective sft`; the other objectives compare answers, so remove it";
+            return Err(Error::config("train.loss_on", message));
+        }
         if self.lora.r.is_some() && self.train.freeze.is_some() {
             let message =
                 "has no use with adapters, whose base is frozen; list the layers to adapt in `lora.target_modules`";

@@ -12,16 +12,14 @@ impl Document {
     /// Reads the whole file into `sink`; converts its rows with `rows`.
     pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut ChunkSink) -> Result<()> {
         if self.format == DataFormat::Text {
-            rows.check_schema(RowSchema::Text, || format!("`{}`", self.origin))
-                .map_err(|message| self.error(message))?;
             self.check_encoding()?;
-            return self.read_text(&rows.fields(), sink);
+            return self.read_text(rows, sink);
         }
         let fields = rows.fields();
         self.read_rows(&fields, &mut |location, row| rows.read(&self.origin, location, &row, sink))
     }
 
-    fn read_text(&self, fields: &[&str], sink: &mut ChunkSink) -> Result<()> {
+    fn read_text(&self, rows: &mut RowReader<'_>, sink: &mut ChunkSink) -> Result<()> {
         let mut file = self.open()?;
         let mut buffer = Vec::with_capacity(2 * CHUNK_BYTES);
         let (mut position, mut line) = (0, 1);
@@ -45,8 +43,12 @@ impl Document {
                     );
                 }
             };
-            if position == 0 && !self.asked {
-                self.refuse_rows(text, fields)?;
+            if position == 0 {
+                if !self.asked {
+                    self.refuse_rows(text, &rows.fields())?;
+                }
+                let checked = rows.check_schema(RowSchema::Text, || format!("`{}`", self.origin));
+                checked.map_err(|message| self.error(message))?;
             }
             if let Some(at) = text.find('\0') {
                 let line = line + line_feeds(&buffer[..at]);

@@ -92,6 +92,7 @@ pub(super) fn conversion(start: &[u8]) -> Option<&'static str> {
             "is compressed with bzip2; decompress it first, with `bunzip2`"
         }
         [b'P', b'K', 3, 4, ..] => "is a zip archive; unpack it first",
+        [b'P', b'A', b'R', b'1', ..] => "is a Parquet file; read it with `--format parquet`",
         [0xFF, 0xFF, 0xFF, 0xFF, ..] | [b'A', b'R', b'R', b'O', b'W', b'1', ..] => ARROW,
         [0xFF, 0xFE, 0, 0, ..] => "is UTF-32; convert it first, with `iconv -f UTF-32 -t UTF-8`",
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] | [1..=255, 0, 1..=255, 0, ..] | [0, 1..=255, 0, 1..=255, ..] => {
@@ -108,6 +109,7 @@ mod tests {
     #[test]
     fn files_that_are_not_utf_8_are_known_by_their_first_bytes() {
         for (start, program) in [
+            (&b"PAR1\x15\x04"[..], "`--format parquet`"),
             (&b"\x1F\x8B\x08"[..], "`gunzip`"),
             (b"\x28\xB5\x2F\xFD", "`unzstd`"),
             (b"\xFD7zXZ\0\0", "`unxz`"),

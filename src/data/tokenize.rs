@@ -80,7 +80,7 @@ pub(super) fn tokenize(
         return Err(Error::data(origin, message));
     }
     if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {
-        let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
+        let message = "no loss tokens: every `text` or `completion` is empty, or no message has the role `assistant`";
         return Err(Error::data(origin, message));
     }
     Ok((job.writer, job.trained_bytes))

@@ -243,7 +243,7 @@ impl TokenSource {
             return Ok(());
         }
         let message = format!(
-            "{} tokens are too few: one window of `--seq-len {seq_len}` needs {}; use more text or a smaller \
+            "too few tokens: {}, but one window of `--seq-len {seq_len}` needs {}; use more text or a smaller \
              `--seq-len`",
             self.len(),
             seq_len + 1
@@ -316,6 +316,6 @@ mod tests {
         let source = TokenSource::from_ids(vec![1; 8]);
         assert!(source.require(7, "x").is_ok());
         let message = source.require(8, "notes.txt").unwrap_err().to_string();
-        assert!(message.starts_with("notes.txt: 8 tokens are too few") && message.contains("needs 9"), "{message}");
+        assert!(message.starts_with("notes.txt: too few tokens: 8, but") && message.contains("needs 9"), "{message}");
     }
 }

@@ -245,9 +245,12 @@ impl TrainEngine {
         (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
         let settings = &objective.settings;
         let metrics = sums.metrics(settings);
-        let margin =
-            metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).filter(|_| settings.validate_margin);
-        let loss = margin.map_or(sums.loss / count.max(1) as f64, |margin| -margin);
+        let loss = if settings.validate_margin {
+            // Answers of one label have no margin.
+            -metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).unwrap_or(f64::NAN)
+        } else {
+            sums.loss / count.max(1) as f64
+        };
         Ok(EvalReport { loss, metrics, targets })
     }
 }

@@ -547,4 +547,11 @@ fn the_best_checkpoint_may_follow_the_margin() {
     assert!(margins.len() == 2 && margins.iter().all(|[loss, margin]| *loss == -margin), "{margins:?}");
     let message = fixture.refused(&format!("{margin} --data chats"));
     assert!(message.contains("objective.validate_margin: has no use"), "{message}");
+    // Regression: without a margin, the loss was that of the objective.
+    let row = |good: bool| json!({"prompt": "p", "completion": "c", "label": good});
+    fixture.write("both.jsonl", format!("{}\n{}\n", row(true), row(false)));
+    fixture.write("good.jsonl", format!("{}\n{}\n", row(true), row(true)));
+    let line = margin.replace("--run m", "--run k --objective kto --batch-size 2");
+    fixture.said(&format!("{line} --data both.jsonl --val good.jsonl"));
+    assert!(of_kind!(fixture.events("k"), Event::Eval).all(|eval| eval.loss.is_nan()));
 }

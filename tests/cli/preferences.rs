@@ -369,6 +369,10 @@ fn a_run_survives_a_reward_program_that_fails() {
         "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",
         &["program `no-such-program` was not found"],
     );
+    // Regression: nothing was shown while completions were sampled and rewarded.
+    desk.write("score.sh", program.replace("do\n", "do sleep 0.2\n"));
+    let shown = desk.said("--resume sums --steps 13 --plain");
+    assert!(shown.contains("sampling completions"), "{shown}");
 }
 
 /// As in TRL; the rows belong to their prompts in mixtures, in a held-out tail and in a validation text.

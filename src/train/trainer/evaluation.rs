@@ -36,8 +36,12 @@ impl Trainer {
         self.eval.rewind();
         let total = self.eval.remaining();
         let Self { eval, activity, engine, eval_batch, rollouts, .. } = self;
+        // Prompts are read before the first completion.
+        let counts = rollouts.is_none();
         let next = |batch: &mut Batch| {
-            activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
+            if counts {
+                activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
+            }
             eval.next_batch(batch)
         };
         let evaluation = match rollouts {

@@ -29,7 +29,10 @@ impl Trainer {
         }
         let count = batches_in_step(&self.micro_batches).len();
         let batches = &mut self.micro_batches[..count];
-        match rollouts.sample(&mut self.engine, batches) {
+        self.activity.begin("sampling completions");
+        let sampled = rollouts.sample(&mut self.engine, batches);
+        self.activity.end();
+        match sampled {
             Ok(records) => {
                 let failure = self.log_rollouts(&records).err().map(|error| error.to_string());
                 if let Some(error) = failure.as_ref().filter(|error| self.rollout_log.failure.as_ref() != Some(error)) {

@@ -451,8 +451,13 @@ fn data_files(
     }
     // Of equals the first in alphabetical order.
     let Some((most, _)) = bytes.into_iter().rev().max_by_key(|(_, sum)| *sum) else {
-        let arrow = files.iter().any(|(path, _)| path.extension().is_some_and(|extension| extension == "arrow"));
-        let message = if arrow { ARROW.to_owned() } else { format!("contains no {} file", DataFormat::EXTENSIONS) };
+        let has = |names: &[&str]| {
+            let is_one = |path: &Path| path.extension().and_then(OsStr::to_str).is_some_and(|it| names.contains(&it));
+            files.iter().any(|(path, _)| is_one(path))
+        };
+        let compressed = if has(&["gz", "zst", "xz", "bz2"]) { "; decompress its files first" } else { "" };
+        let message = format!("contains no {} file{compressed}", DataFormat::EXTENSIONS);
+        let message = if has(&["arrow"]) { ARROW.to_owned() } else { message };
         return Err(Error::data(source, message));
     };
     let is_data = |path: &Path| format(path).is_some_and(|format| asked.is_some() || format == most);

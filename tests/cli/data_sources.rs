@@ -242,6 +242,9 @@ fn missing_files_say_what_is_possible() {
     }
     let error = load(folder.path(), &DataSource::Path(folder.path().into()), None).0.unwrap_err();
     assert!(error.to_string().contains("contains no `.txt`"), "{error}");
+    fs::write(folder.path().join("a.jsonl.gz"), "").unwrap();
+    let error = load(folder.path(), &DataSource::Path(folder.path().into()), None).0.unwrap_err();
+    assert!(error.to_string().ends_with("file; decompress its files first"), "{error}");
 }
 
 /// A network that serves one file.

@@ -4,6 +4,7 @@
 use super::chunk::{CHUNK_BYTES, ChunkEnd, ChunkSink, LossMask, MAX_CHUNK_BYTES, TextChunk, last_split_point};
 use super::format::{CONVERT, DataFormat};
 use super::row::{RowReader, RowSchema};
+use super::rows::BOM;
 use super::source::Document;
 use crate::{Error, Result};
 use std::io::Read;
@@ -27,6 +28,9 @@ impl Document {
         loop {
             let read = (&mut file).take(CHUNK_BYTES as u64).read_to_end(&mut buffer);
             let ended = read.map_err(Error::io("read", &self.path))? == 0;
+            if position == 0 && buffer.starts_with(BOM) {
+                buffer.drain(..BOM.len());
+            }
             let text = match std::str::from_utf8(&buffer) {
                 Ok(text) => text,
                 // The buffer ends within a character; the next read continues it.

@@ -207,7 +207,7 @@ impl Document {
 }
 
 /// Removes the byte order mark that some editors write before UTF-8.
-const BOM: &[u8] = b"\xEF\xBB\xBF";
+pub(super) const BOM: &[u8] = b"\xEF\xBB\xBF";
 
 fn strip_bom(text: &[u8]) -> &[u8] {
     text.strip_prefix(BOM).unwrap_or(text)

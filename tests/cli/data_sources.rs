@@ -99,7 +99,8 @@ fn the_grammar_knows_its_entropy_and_needs_no_folder() {
 fn documents_are_separated_by_the_end_of_text() {
     let folder = tempfile::tempdir().unwrap();
     let corpus = folder.path().join("corpus");
-    file(&corpus, "a.txt", "one");
+    // A byte order mark is no text.
+    file(&corpus, "a.txt", "\u{feff}one");
     file(&corpus, "b.jsonl", "{\"text\": \"two\"}\n{\"text\": \"\"}\n{\"text\": \"end\"}\n");
     let val = file(folder.path(), "val.txt", "v");
     let corpus = DataSource::Glob(corpus.join("*").display().to_string());

@@ -340,6 +340,26 @@ fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
     assert!(!fixture.run("r").exists());
 }
 
+/// Regression: the run computed the reference of all pairs first.
+#[test]
+fn promise_8_an_interrupt_keeps_the_reference_that_is_computed() {
+    let fixture = CliFixture::in_memory();
+    let row = |n: usize| format!("{{\"prompt\": \"{n}\", \"chosen\": \"a\", \"rejected\": \"b\"}}\n");
+    fixture.write("pairs.jsonl", (0..6000).map(row).collect::<String>());
+    let line = format!("--run r --data pairs.jsonl --val none --objective dpo --epochs 1 {SMALL}");
+    let run = Running::start(&fixture, "", &line);
+    let log = fixture.run("r").join("events.jsonl");
+    while !fs::read_to_string(&log).is_ok_and(|log| log.contains("computing reference")) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    run.signal("TERM");
+    assert_eq!(run.code(), Some(130));
+    let stored = fs::read(fixture.run("r").join("reference.json")).unwrap();
+    let stored: serde_json::Value = serde_json::from_slice(&stored).unwrap();
+    assert!(stored["logps"].to_string().matches(':').count() < 12_000);
+    finetune(&fixture, "", "--resume r --steps 2 --plain", 0);
+}
+
 #[test]
 fn a_pipe_instead_of_a_log_does_not_stop_the_list_of_runs() {
     let fixture = CliFixture::in_memory();

@@ -15,6 +15,7 @@ use crate::train::setup::ModelSource;
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};
 use std::io::{Read as _, Write as _, sink};
+use std::sync::atomic::Ordering;
 
 /// The file in the run's folder.
 const FILE: &str = "reference.json";
@@ -153,7 +154,10 @@ impl Trainer {
         let engine = &self.engine;
         let total = self.reference_batches().count() as u64;
         let mut done = 0;
-        let batches = self.reference_batches().inspect(|_| {
+        // A run in one process stops before its first step, and a resumed one computes the rest.
+        let may_stop = engine.group.world_size() == 1 && engine.state.counters.step < self.total_steps;
+        let goes_on = |_: &_| !(may_stop && self.interrupt.load(Ordering::Relaxed));
+        let batches = self.reference_batches().take_while(goes_on).inspect(|_| {
             done += 1;
             self.activity.advance("computing reference log-probabilities", PhaseProgress::Items(done, total));
         });

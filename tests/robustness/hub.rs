@@ -145,17 +145,18 @@ fn etag(content: &[u8]) -> String {
     hex(&sha1::Sha1::digest([format!("blob {}\0", content.len()).as_bytes(), content].concat()))
 }
 
+/// The lines of a request, which may come in several parts; none if there is no further request.
+fn read_request(stream: &mut impl BufRead) -> Vec<String> {
+    stream.lines().map_while(std::result::Result::ok).take_while(|line| !line.is_empty()).collect()
+}
+
 /// Reads one request, answers it and closes the connection.
 fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     let mut out = stream;
-    let mut lines = BufReader::new(stream).lines();
+    let lines = read_request(&mut BufReader::new(stream));
     // A connection without a request only looks whether there is a network.
-    let Some(request) = lines.next().transpose()? else { return Ok(()) };
-    let headers: Vec<String> = lines
-        .map_while(std::result::Result::ok)
-        .take_while(|line| !line.is_empty())
-        .map(|l| l.to_lowercase())
-        .collect();
+    let Some((request, headers)) = lines.split_first() else { return Ok(()) };
+    let headers: Vec<String> = headers.iter().map(|line| line.to_lowercase()).collect();
     let header = |name: &str| headers.iter().find_map(|line| line.strip_prefix(name));
     let mut words = request.split(' ');
     let path = words.nth(1).unwrap_or_default();
@@ -1071,11 +1072,11 @@ fn every_variable_of_a_proxy_lets_requests_leave() {
     std::thread::spawn(move || {
         for stream in proxy.incoming() {
             let mut stream = stream.unwrap();
-            let mut request = [0; 4096];
-            // The request to connect, and the one that goes to the host.
-            let _ = stream.read(&mut request);
+            let mut requests = BufReader::new(stream.try_clone().unwrap());
+            // The request to connect, and the one that goes to the host. A part that is not read resets the connection.
+            read_request(&mut requests);
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
-            let _ = stream.read(&mut request);
+            read_request(&mut requests);
             let _ = write!(stream, "HTTP/1.1 403 X\r\nX-Error-Message: of the proxy\r\nContent-Length: 0\r\n\r\n");
         }
     });

@@ -24,12 +24,14 @@ impl Document {
         let mut file = self.open()?;
         let mut buffer = Vec::with_capacity(2 * CHUNK_BYTES);
         let (mut position, mut line) = (0, 1);
+        let mut first = true;
         let mut blank = true;
         loop {
             let read = (&mut file).take(CHUNK_BYTES as u64).read_to_end(&mut buffer);
             let ended = read.map_err(Error::io("read", &self.path))? == 0;
             if position == 0 && buffer.starts_with(BOM) {
                 buffer.drain(..BOM.len());
+                position = BOM.len();
             }
             let text = match std::str::from_utf8(&buffer) {
                 Ok(text) => text,
@@ -47,7 +49,7 @@ impl Document {
                     );
                 }
             };
-            if position == 0 {
+            if first {
                 if !self.asked {
                     self.refuse_rows(text, &rows.fields())?;
                 }
@@ -66,8 +68,8 @@ impl Document {
             blank &= text[..cut].trim().is_empty();
             if cut > 0 {
                 let text = text[..cut].to_owned();
-                let starts_document = position == 0;
-                sink(TextChunk { text, loss_mask: LossMask::All, starts_document, end: ChunkEnd::Continues })?;
+                sink(TextChunk { text, loss_mask: LossMask::All, starts_document: first, end: ChunkEnd::Continues })?;
+                first = false;
             }
             position += cut;
             line += line_feeds(&buffer[..cut]);
@@ -147,6 +149,7 @@ pub(super) mod tests {
     fn text_that_cannot_be_used_is_refused_with_the_position() {
         assert!(refusal("a.txt", b"one\ntwo \xFF three").contains("byte 8 (line 2) is 0xFF"));
         assert!(refusal("a.txt", b"cut short \xE2\x82").contains("byte 10 (line 1) is 0xE2"));
+        assert!(refusal("a.txt", b"\xEF\xBB\xBFa\xFF").contains("byte 4 (line 1) is 0xFF"));
         let mut late = "line\n".repeat(200_000).into_bytes();
         late.push(0x80);
         assert!(refusal("a.txt", &late).contains("byte 1000000 (line 200001) is 0x80"));

@@ -126,15 +126,16 @@ fn read_in_process(
     row: &mut ValueCallback<'_>,
     wrong: &dyn Fn(String) -> Error,
 ) -> Result<()> {
-    let damaged = |error: ParquetError| {
+    let damaged_at = |location: &str, error: ParquetError| {
         let text = error.to_string();
         wrong(if text.contains("Disabled feature") {
             "its compression is not supported; write it with Snappy, gzip, LZ4 or Zstandard".to_owned()
         } else {
             // A message about a text that is not UTF-8 has all its bytes.
-            format!("not a readable Parquet file: {}", text.split(" Bytes: ").next().unwrap_or(&text))
+            format!("not a readable Parquet file: {location}{}", text.split(" Bytes: ").next().unwrap_or(&text))
         })
     };
+    let damaged = |error| damaged_at("", error);
     let file = untrusted::open(path).map_err(|error| wrong(format!("it cannot be read: {error}")))?;
     let reader = catch_parquet_panic(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
@@ -146,12 +147,23 @@ fn read_in_process(
         return Err(wrong(format!("its columns are {}; {EXPECTED_FIELDS}", columns.join(", "))));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next =
-        || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| object(&row, every, |_| true)).transpose());
-    while let Some(value) = next().map_err(damaged)? {
+    let converted = |row: Row| check_weight(&row).and_then(|()| object(&row, every, |_| true));
+    let mut next = || catch_parquet_panic(|| iterator.next().transpose()?.map(converted).transpose());
+    for number in 1.. {
+        let Some(value) = next().map_err(|error| damaged_at(&format!("row {number}: "), error))? else { break };
         row(value)?;
     }
     Ok(())
+}
+
+/// Rejects a weight that JSON would have as null.
+fn check_weight(row: &Row) -> parquet::errors::Result<()> {
+    match row.get_column_iter().find(|(name, _)| *name == "weight") {
+        Some((_, weight)) if *weight != Field::Null && weight.to_json_value().is_null() => {
+            Err(ParquetError::General(format!("`weight` is {weight}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The value of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an
@@ -204,6 +216,14 @@ mod tests {
         assert!(value(&bytes(b"\xFF\xD8"), false).is_err());
         assert_eq!(text(&bytes(b"\xFF\xD8"), true), "/9g=");
         assert_eq!([false, true].map(|base64| text(&bytes(b"a"), base64)), ["a", "a"]);
+    }
+
+    #[test]
+    fn a_weight_that_is_no_number_is_not_a_missing_one() {
+        let check = |weight| check_weight(&Row::new(vec![("weight".to_owned(), Field::Double(weight))]));
+        let message = check(f64::NAN).unwrap_err().to_string();
+        assert!(message.contains("`weight` is NaN"), "{message}");
+        check(0.5).unwrap();
     }
 
     /// Tools are written into prompts in this order. A template that asks whether a message has `tool_calls` must not

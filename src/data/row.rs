@@ -390,6 +390,11 @@ impl<'a> RowReader<'a> {
         let wanted = self.options.samples;
         // Field names from the user determine the schema.
         if fields.prompt.is_some() || fields.completion.is_some() {
+            if fields.text.is_some() {
+                let message = "`--text-field` names running text, `--prompt-field` and `--completion-field` a prompt \
+                               with its answer; use one of the two";
+                return Err(message.to_owned());
+            }
             return Ok(match wanted {
                 SampleKind::Prompt if !has(&[completion]) => RowSchema::Prompt,
                 SampleKind::Plain | SampleKind::Prompt => RowSchema::Completion,

@@ -2,7 +2,7 @@
 //!
 //! An adapted product is `x · W + scale · (x · Aᵀ) · Bᵀ`, with W frozen, A `[r, in]` and B `[out, r]`. rsLoRA
 //! (Kalajdzievski, 2023) divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A`
-//! a trained length.
+//! a trained magnitude.
 //!
 //! The factors of all experts are stacked: A `[experts · r, in]` and B `[experts · out, r]`. PEFT, whose names they
 //! have, adapts transformers' tensors of all experts (`target_parameters`).
@@ -256,11 +256,13 @@ fn find(
     Ok(found)
 }
 
-/// The dropout site of an adapter of a linear layer, unique within a block; others have no dropout.
+/// The dropout site of an adapter of a linear layer, unique in the model; others have no dropout.
 pub(super) fn dropout_site(layer: ModuleId) -> usize {
     const FIRST_LORA_SITE: usize = 1 << 24;
+    // `Down` is the last role.
+    const ROLES: usize = LinearRole::Down as usize + 1;
     match (layer.block, layer.op) {
-        (Some(block), ModuleOp::Linear(role)) => FIRST_LORA_SITE + 16 * block + role as usize,
+        (Some(block), ModuleOp::Linear(role)) => FIRST_LORA_SITE + ROLES * block + role as usize,
         _ => FIRST_LORA_SITE,
     }
 }
@@ -314,4 +316,16 @@ pub fn merge_adapters(spec: &ModelSpec, parameters: &Parameters, into: &Paramete
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_adapters_share_a_dropout_site() {
+        let layers = ModelSpec::named("tiny").unwrap().adaptable_layers();
+        let sites: BTreeSet<usize> = layers.iter().map(|it| dropout_site(it.layer)).collect();
+        assert_eq!(sites.len(), layers.len());
+    }
 }

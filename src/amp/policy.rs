@@ -94,7 +94,7 @@ impl Autocast {
     pub const FP16: Self = Self { compute: DType::F16 };
     /// Matrix products in BF16.
     pub const BF16: Self = Self { compute: DType::BF16 };
-    /// Everything in FP32: casts nothing.
+    /// Matrix products in FP32.
     pub const FP32: Self = Self { compute: DType::F32 };
 
     /// The type of matrix products.
@@ -118,14 +118,14 @@ impl Autocast {
         }
     }
 
-    /// `operands` cast for `op`; integers are unchanged. The cast is part of the graph, so gradients have the operand's
-    /// own type.
+    /// `operands` cast for `op`; integers and FP64 are unchanged. The cast is part of the graph, so gradients have the
+    /// operand's own type.
     pub fn cast<const N: usize>(self, op: AutocastOp, operands: [&Tensor; N]) -> Result<[Tensor; N]> {
         let floats: Vec<DType> = operands.iter().map(|tensor| tensor.dtype()).filter(DType::is_float).collect();
         let dtype = self.dtype(op, &floats);
         let mut cast = operands.map(Clone::clone);
         if let Some(dtype) = dtype {
-            for tensor in cast.iter_mut().filter(|tensor| tensor.dtype().is_float()) {
+            for tensor in cast.iter_mut().filter(|tensor| tensor.dtype().is_float() && tensor.dtype() != DType::F64) {
                 *tensor = tensor.to_dtype(dtype)?;
             }
         }
@@ -169,5 +169,7 @@ mod tests {
         assert_eq!(grads.get(&weight).unwrap().dtype(), DType::F32);
         let indices = Tensor::zeros(2, DType::U32, &Device::Cpu).unwrap();
         assert_eq!(Autocast::FP16.cast(AutocastOp::Matmul, [&indices]).unwrap()[0].dtype(), DType::U32);
+        let exact = Tensor::zeros(2, DType::F64, &Device::Cpu).unwrap();
+        assert_eq!(Autocast::FP16.cast(AutocastOp::Matmul, [&exact]).unwrap()[0].dtype(), DType::F64);
     }
 }

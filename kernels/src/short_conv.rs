@@ -134,13 +134,13 @@ impl<'a> Gates<'a> {
     fn product(&self, row: usize, first: usize, out: &mut [f32], scratch: &mut [f32]) {
         self.b.load(row, first, out);
         self.x.load(row, first, scratch);
-        multiply(out, scratch);
+        multiply_elements(out, scratch);
     }
 }
 
 /// `a *= b`.
 #[inline(always)]
-fn multiply(a: &mut [f32], b: &[f32]) {
+pub(crate) fn multiply_elements(a: &mut [f32], b: &[f32]) {
     for (a, b) in a.iter_mut().zip(b) {
         *a *= b;
     }
@@ -211,7 +211,7 @@ pub fn forward(op: &ShortConv<'_>) -> Result<()> {
                     let row = first + i;
                     convolve(gates, taps, row, op.positions.of(row), [y, product, scratch]);
                     gates.c.load(row, 0, scratch);
-                    multiply(y, scratch);
+                    multiply_elements(y, scratch);
                     out.view.store(i * width, y);
                 }
             },
@@ -240,21 +240,21 @@ pub fn backward(op: &ShortConvBackward<'_>) -> Result<()> {
                     let mut store = |part: usize, values: &[f32]| out.view.store((3 * i + part) * width, values);
                     convolve(gates, taps, row, positions.of(row), [sum, product, scratch]);
                     dy.load(row * width, scratch);
-                    multiply(sum, scratch);
+                    multiply_elements(sum, scratch);
                     store(1, sum);
                     // The gradient of `b · x`, from the later tokens of the document that read it.
                     sum.fill(0.0);
                     for after in (0..taps.count().min(rows - row)).filter(|after| positions.of(row + after) >= *after) {
                         dy.load((row + after) * width, product);
                         gates.c.load(row + after, 0, scratch);
-                        multiply(product, scratch);
+                        multiply_elements(product, scratch);
                         add_product(sum, taps.of(after), product);
                     }
                     gates.x.load(row, 0, product);
-                    multiply(product, sum);
+                    multiply_elements(product, sum);
                     store(0, product);
                     gates.b.load(row, 0, product);
-                    multiply(product, sum);
+                    multiply_elements(product, sum);
                     store(2, product);
                 }
             },
@@ -292,7 +292,7 @@ fn weight_gradient(
                             let (gradient, scratch) = (&mut gradient[..columns], &mut scratch[..columns]);
                             dy.load(row * width + first, gradient);
                             gates.c.load(row, first, scratch);
-                            multiply(gradient, scratch);
+                            multiply_elements(gradient, scratch);
                             gates.product(row - before, first, &mut product[..columns], scratch);
                             add_product(sums, gradient, &product);
                         },
@@ -329,7 +329,7 @@ pub fn decode(op: &DecodeShortConv<'_>) -> Result<()> {
                                 add_product(y, taps.of(before), &products[place(position - before)..][..width]);
                             }
                             gates.c.load(row, 0, scratch);
-                            multiply(y, scratch);
+                            multiply_elements(y, scratch);
                             out.store(row * width, y);
                             row += 1;
                         }

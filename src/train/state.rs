@@ -61,7 +61,7 @@ impl TrainState {
     /// The state before the first step, from masters and their working copy.
     pub fn new(
         (masters, weights): (MasterWeights, Parameters),
-        optimizer: impl Into<OptimizerConfig>,
+        optimizer: OptimizerConfig,
         scaler: GradScaler,
     ) -> Result<Self> {
         let adamw = AdamW::new(optimizer, masters.parameters())?;

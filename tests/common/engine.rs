@@ -9,7 +9,8 @@ use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, Lora, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{
-    AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, ScheduleKind, Sharding,
+    AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, OptimizerConfig, OptimizerKind, ScheduleKind,
+    Sharding,
 };
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::adapter::AdapterFolder;
@@ -53,6 +54,10 @@ pub(crate) fn engine(spec: &ModelSpec, masters: Parameters, settings: Settings) 
     engine_of(Arc::new(Fused), spec, masters, settings)
 }
 
+fn optimizer(adamw: AdamWConfig) -> OptimizerConfig {
+    OptimizerConfig { adamw, kind: OptimizerKind::AdamW, rounding_seed: Some(0) }
+}
+
 /// Like `engine`, but computes with `kernels`.
 pub(crate) fn engine_of(
     kernels: Arc<dyn Kernels>,
@@ -63,7 +68,7 @@ pub(crate) fn engine_of(
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
     let weights = MasterWeights::new(masters, policy, &*kernels).unwrap();
     let model = Decoder::new(spec, &weights.1, kernels).unwrap();
-    let state = TrainState::new(weights, adamw, scaler).unwrap();
+    let state = TrainState::new(weights, optimizer(adamw), scaler).unwrap();
     TrainEngine {
         group: Arc::new(SingleProcess),
         timings: Vec::new(),
@@ -273,8 +278,8 @@ pub(crate) fn calm(mut engine: TrainEngine) -> TrainEngine {
 /// The same engine as one process of `group`, which keeps a shard of its masters and moments.
 pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: TrainEngine, grad_accum: usize) -> TrainEngine {
     let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
-    let config = adamw.config;
-    let state = TrainState::new((masters.shard(&*group, &weights).unwrap(), weights), config, scaler).unwrap();
+    let weights = (masters.shard(&*group, &weights).unwrap(), weights);
+    let state = TrainState::new(weights, optimizer(adamw.config), scaler).unwrap();
     let grads =
         Gradients::sharded(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group, Sharding::Optimizer).unwrap();
     TrainEngine { group, state, grads, ..engine }

@@ -11,7 +11,7 @@ use crate::attention::product::{
 use crate::attention::{PAD, with_matrices};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::rows::{STRIPE, axpy, column_sums, dot, scale, sum, with_scratch};
-use crate::short_conv::add_product;
+use crate::short_conv::{add_product, multiply_elements};
 use crate::view::{read, write};
 use crate::{isa, math};
 use candle_core::{Result, Tensor};
@@ -440,13 +440,6 @@ fn pad(rows: &[f32], out: &mut [f32]) {
 fn scale_rows(rows: &mut [f32], width: usize, factors: &[f32]) {
     for (row, factor) in rows.chunks_exact_mut(width).zip(factors) {
         scale(row, *factor);
-    }
-}
-
-#[inline(always)]
-fn multiply_elements(x: &mut [f32], factors: &[f32]) {
-    for (x, factor) in x.iter_mut().zip(factors) {
-        *x *= factor;
     }
 }
 

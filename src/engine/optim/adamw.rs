@@ -35,12 +35,6 @@ pub struct OptimizerConfig {
     pub rounding_seed: Option<u64>,
 }
 
-impl From<AdamWConfig> for OptimizerConfig {
-    fn from(adamw: AdamWConfig) -> Self {
-        Self { adamw, kind: OptimizerKind::AdamW, rounding_seed: Some(0) }
-    }
-}
-
 /// AdamW's settings.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdamWConfig {
@@ -95,8 +89,8 @@ const _: () = assert!(TASK_ELEMENTS.is_multiple_of(BLOCK_SIZE));
 
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
-    pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
-        let OptimizerConfig { adamw, kind, rounding_seed } = config.into();
+    pub fn new(config: OptimizerConfig, masters: &Parameters) -> Result<Self> {
+        let OptimizerConfig { adamw, kind, rounding_seed } = config;
         let (mut exact, mut quantized, mut storage) = (Vec::new(), Vec::new(), Vec::new());
         for (index, entry) in masters.layout().iter().enumerate() {
             let elements: usize = entry.shape.iter().product();
@@ -346,8 +340,8 @@ impl MasterWeights {
         kernels: &dyn Kernels,
     ) -> Result<()> {
         for index in weights.fused_in(unit) {
-            let pack = weights.fused_at(index);
-            let zeros = || view::zeros(pack.dims(), compute, pack.device());
+            let fused = weights.fused_at(index);
+            let zeros = || view::zeros(fused.dims(), compute, fused.device());
             let weight = if self.parameters.shards().is_some() {
                 // The values follow when all processes have rounded theirs.
                 zeros()?

@@ -131,8 +131,8 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     fn world_size(&self) -> usize;
 
     /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both
-    /// sides know the lengths, and empty messages are not sent. Ignores this rank's entries. Fails if a process cannot
-    /// be reached, or sends nothing within the time limit. The error names it.
+    /// sides know the lengths, and empty messages are not sent. This rank's own entries are empty. Fails if a process
+    /// cannot be reached, or sends nothing within the time limit. The error names it.
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
 
     /// The facts about the processes of a real job; `None` if they are one, or threads.

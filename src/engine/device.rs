@@ -11,13 +11,13 @@ use std::sync::Arc;
 /// The device a configuration asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceSpec {
-    /// On the first GPU if this program can use it, otherwise on the CPU.
+    /// The first GPU if this program can use it, otherwise the CPU.
     Auto,
-    /// On the CPU.
+    /// The CPU.
     Cpu,
-    /// On the GPU with this CUDA ordinal.
+    /// The GPU with this CUDA ordinal.
     Cuda(usize),
-    /// On the GPU of an Apple computer.
+    /// The GPU of an Apple computer.
     Metal,
 }
 
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_told_by_name() {
+    fn device_names_are_parsed() {
         let names = [
             ("auto", DeviceSpec::Auto),
             ("cpu", DeviceSpec::Cpu),
@@ -145,8 +145,8 @@ mod tests {
             ("cuda:3", DeviceSpec::Cuda(3)),
             ("metal", DeviceSpec::Metal),
         ];
-        for (name, place) in names {
-            assert_eq!(name.parse(), Ok(place));
+        for (name, spec) in names {
+            assert_eq!(name.parse(), Ok(spec));
         }
     }
 }

@@ -110,17 +110,17 @@ struct RangeHook<'a> {
 }
 
 impl Hook for RangeHook<'_> {
-    fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        let weights = matches!(part, TensorKind::WeightGradient | TensorKind::BiasGradient);
+    fn record(&mut self, HookPoint { layer, kind, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        let weights = matches!(kind, TensorKind::WeightGradient | TensorKind::BiasGradient);
         let found = self.kernels.summarize(tensor, FloatFormat::FP32, weights)?;
         let max_abs = if found.stats.is_finite() { found.stats.max_abs } else { f32::NAN };
         let seen = self.units.entry(layer.unit()).or_default();
         if weights {
             seen.weights.merge(&found);
         }
-        let largest = if part.is_forward() { &mut seen.activation } else { &mut seen.gradient };
+        let largest = if kind.is_forward() { &mut seen.activation } else { &mut seen.gradient };
         if max_abs.is_nan() || max_abs > largest.max_abs {
-            *largest = TensorAmax { max_abs, tensor: name_of(self.spec, layer, part) };
+            *largest = TensorAmax { max_abs, tensor: name_of(self.spec, layer, kind) };
         }
         Ok(())
     }
@@ -134,16 +134,16 @@ struct FiniteCheckHook<'a> {
 }
 
 impl Hook for FiniteCheckHook<'_> {
-    fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, HookPoint { layer, kind, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if self.found.is_none() && !self.kernels.summarize(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
-            self.found = Some(name_of(self.spec, layer, part));
+            self.found = Some(name_of(self.spec, layer, kind));
         }
         Ok(())
     }
 }
 
-fn name_of(spec: &ModelSpec, layer: ModuleId, part: TensorKind) -> String {
-    format!("{} {}", spec.layer_name(layer), part.name().replace('_', " "))
+fn name_of(spec: &ModelSpec, layer: ModuleId, kind: TensorKind) -> String {
+    format!("{} {}", spec.layer_name(layer), kind.name().replace('_', " "))
 }
 
 /// Checks `model` with FP32 `masters` on `tokens`; calls `progress` with the passes done and their total.

@@ -51,15 +51,15 @@ struct Types<'a> {
 }
 
 impl Hook for Types<'_> {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        let layer = self.spec.layer_name(place.layer);
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        let layer = self.spec.layer_name(point.layer);
         let dtype = Some(tensor.dtype().as_str());
         let at = self.layers.iter().position(|cast| cast.layer == layer).unwrap_or_else(|| {
             self.layers.push(LayerDtypes { layer, output: None, activation_gradient: None, weight_gradient: None });
             self.layers.len() - 1
         });
         let cast = &mut self.layers[at];
-        match place.kind {
+        match point.kind {
             TensorKind::Output | TensorKind::LoraTerm => cast.output = dtype,
             TensorKind::OutputGradient | TensorKind::InputGradient | TensorKind::LowRankGradient => {
                 cast.activation_gradient = dtype;

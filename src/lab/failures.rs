@@ -48,7 +48,7 @@ pub(crate) struct FailureResult {
     pub(crate) normalized: f64,
     /// Like the case above, with the square computed in FP32 and stored in FP16.
     #[serde(serialize_with = "serialize")]
-    pub(crate) normalised_wide: f64,
+    pub(crate) normalized_wide: f64,
     /// The score from a sum in FP32, divided by the root of the head's size and stored in FP16.
     #[serde(serialize_with = "serialize")]
     pub(crate) score: f64,
@@ -107,7 +107,7 @@ impl FailureDemo {
             fitting: f64::from(scaler.scale()),
             square,
             normalized: fp16.round(activation / square.sqrt()),
-            normalised_wide: fp16.round(activation / wide.sqrt()),
+            normalized_wide: fp16.round(activation / wide.sqrt()),
             score: fp16.round(wide / HEAD.sqrt()),
             stuck,
             master: f64::from(master),
@@ -167,7 +167,7 @@ impl FailureDemo {
     }
 
     fn overflow(&self) -> [Finding; 2] {
-        let FailureResult { square, normalized, normalised_wide, score, .. } = self.outcome;
+        let FailureResult { square, normalized, normalized_wide, score, .. } = self.outcome;
         let Self { activation, .. } = *self;
         let stored = if square.is_finite() { "which FP16 can store" } else { "beyond 65504" };
         let cause = format!(
@@ -179,10 +179,10 @@ impl FailureDemo {
         let kept = |norm: f64| (norm.abs() - 1.0).abs() <= TOLERANCE;
         let without = format!("stored as {}; the norm of one value is {}", short(square), short(normalized));
         let cure = "compute norms, softmax, sums and losses in FP32: autocast's FP32 list (see dtypes and softmax)";
-        let with = format!("the norm of one value is {}, the scaled score {}", short(normalised_wide), short(score));
+        let with = format!("the norm of one value is {}, the scaled score {}", short(normalized_wide), short(score));
         [
             ("cause", cause, (square.is_finite() && kept(normalized), without)),
-            ("cure", cure.to_owned(), (kept(normalised_wide) && score.is_finite(), with)),
+            ("cure", cure.to_owned(), (kept(normalized_wide) && score.is_finite(), with)),
         ]
     }
 
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!((outcome.unscaled, format!("{:.3e}", outcome.rescued)), (0.0, "9.997e-9".to_owned()));
         assert_eq!((outcome.scaled, outcome.skipped, outcome.fitting), (f64::INFINITY, 2, 16384.0));
         assert_eq!((outcome.square, outcome.normalized), (f64::INFINITY, 0.0));
-        assert_eq!((outcome.normalised_wide, outcome.score), (1.0, 11248.0));
+        assert_eq!((outcome.normalized_wide, outcome.score), (1.0, 11248.0));
         assert_eq!((outcome.stuck, format!("{:.8}", outcome.master)), (1.0, "0.99984998".to_owned()));
     }
 

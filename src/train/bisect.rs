@@ -50,9 +50,9 @@ pub enum SiteKind {
 impl SiteKind {
     /// The kind of a tensor that a hook receives; `None` for queries without their keys, which are a part of the next
     /// tensor.
-    fn of(place: HookPoint) -> Option<Self> {
+    fn of(point: HookPoint) -> Option<Self> {
         use TensorKind::{BiasGradient, InputGradient, WeightGradient};
-        Some(match (place.kind, place.layer.op) {
+        Some(match (point.kind, point.layer.op) {
             (WeightGradient | BiasGradient, _) => Self::WeightGradient,
             (InputGradient, ModuleOp::Norm(NormRole::Attention | NormRole::Mlp | NormRole::Final)) => Self::Residual,
             (kind, _) if !kind.is_forward() => Self::Gradient,
@@ -221,14 +221,14 @@ impl RoundingHook {
 }
 
 impl Hook for RoundingHook {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        let layer = place.layer.unit();
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        let layer = point.layer.unit();
         self.seen.insert(Site { layer, kind: SiteKind::Weights });
-        let Some(site) = SiteKind::of(place).map(|kind| Site { layer, kind }) else { return Ok(()) };
+        let Some(site) = SiteKind::of(point).map(|kind| Site { layer, kind }) else { return Ok(()) };
         self.seen.insert(site);
         if self.chosen.contains(&site) {
             self.round(tensor)?;
-        } else if self.chosen.is_empty() && !place.kind.is_forward() {
+        } else if self.chosen.is_empty() && !point.kind.is_forward() {
             let stats = self.kernels.summarize(tensor, self.dtype.format(), false)?.stats;
             self.largest = self.largest.max(stats.max_abs);
         }

@@ -156,10 +156,10 @@ impl Fp8Block {
 }
 
 impl Hook for Fp8Blocks {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        let of_place = |block: &&mut Fp8Block| block.state.active && place.layer.block == Some(block.state.block);
-        let Some(block) = self.blocks.iter_mut().find(of_place) else { return Ok(()) };
-        match INPUTS.iter().position(|(op, part, _)| (*op, *part) == (place.layer.op, place.kind)) {
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        let of_point = |block: &&mut Fp8Block| block.state.active && point.layer.block == Some(block.state.block);
+        let Some(block) = self.blocks.iter_mut().find(of_point) else { return Ok(()) };
+        match INPUTS.iter().position(|(op, kind, _)| (*op, *kind) == (point.layer.op, point.kind)) {
             Some(index) => block.round(index, INPUTS[index].2, tensor),
             None => Ok(()),
         }

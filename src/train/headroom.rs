@@ -52,9 +52,9 @@ struct GradAmaxHook {
 }
 
 impl Hook for GradAmaxHook {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         // Tensors in wider types do not overflow at FP16's maximum.
-        if place.kind.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
+        if point.kind.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
             return Ok(());
         }
         let stats = summarize(tensor, FloatFormat::FP16, false)?.stats;
@@ -77,9 +77,9 @@ mod tests {
             let mut hook = GradAmaxHook { max_abs: 0.0, finite: true };
             for value in values {
                 let tensor = Tensor::new(&[*value], &Device::Cpu).unwrap().to_dtype(DType::F16).unwrap();
-                let place = |kind| HookPoint { layer, kind, first_token: None };
-                hook.record(place(TensorKind::OutputGradient), &tensor).unwrap();
-                hook.record(place(TensorKind::Output), &(tensor * 100.0).unwrap()).unwrap();
+                let point = |kind| HookPoint { layer, kind, first_token: None };
+                hook.record(point(TensorKind::OutputGradient), &tensor).unwrap();
+                hook.record(point(TensorKind::Output), &(tensor * 100.0).unwrap()).unwrap();
             }
             hook
         };

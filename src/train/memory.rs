@@ -233,7 +233,7 @@ impl FrozenBytes {
         let size = policy.compute.size_in_bytes() as u64;
         let mut frozen = Self::default();
         let mut dequantized = BTreeMap::<ModuleId, u64>::new();
-        for ParamSpec { name, shape, fused_into: pack, .. } in spec.frozen_parameters() {
+        for ParamSpec { name, shape, fused_into, .. } in spec.frozen_parameters() {
             let elements = shape.iter().product::<usize>() as u64;
             let Some(dtype) = in_blocks.get(&name) else {
                 frozen.dense += elements * size;
@@ -241,9 +241,9 @@ impl FrozenBytes {
             };
             frozen.blocks += elements / dtype.block_size() as u64 * dtype.type_size() as u64;
             // A tied embedding is the head's matrix as well.
-            let looked_up = pack.op == ModuleOp::Embedding && !spec.tie_word_embeddings;
+            let looked_up = fused_into.op == ModuleOp::Embedding && !spec.tie_word_embeddings;
             let used = if looked_up { (tokens * spec.hidden_size) as u64 } else { elements };
-            *dequantized.entry(pack).or_default() += used * size;
+            *dequantized.entry(fused_into).or_default() += used * size;
         }
         frozen.buffer = dequantized.into_values().max().unwrap_or(0);
         frozen

@@ -39,7 +39,7 @@ fn first_nonfinite(
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
         passes.micro_batch(index, batch, factors, &mut search, &mut |_, _| Ok(()))?;
         if let Some(found) = search.found {
-            let unit = found.place.layer.unit();
+            let unit = found.point.layer.unit();
             first = Some((found.first_nonfinite(passes.model.spec(), index), unit));
             break;
         }
@@ -55,15 +55,15 @@ struct FirstNonFiniteHook {
 }
 
 struct NonFinite {
-    place: HookPoint,
+    point: HookPoint,
     stats: TensorStats,
     samples: Vec<usize>,
 }
 
 impl Hook for FirstNonFiniteHook {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         // The head's tiles arrive one by one and count as one tensor.
-        let same_tensor = |found: &NonFinite| (found.place.layer, found.place.kind) == (place.layer, place.kind);
+        let same_tensor = |found: &NonFinite| (found.point.layer, found.point.kind) == (point.layer, point.kind);
         if self.found.as_ref().is_some_and(|found| !same_tensor(found)) {
             return Ok(());
         }
@@ -71,11 +71,11 @@ impl Hook for FirstNonFiniteHook {
         if self.found.is_none() && stats.is_finite() {
             return Ok(());
         }
-        let samples = match place.first_token {
-            Some(first) if place.kind.has_tokens() => self.samples(first, tensor)?,
+        let samples = match point.first_token {
+            Some(first) if point.kind.has_tokens() => self.samples(first, tensor)?,
             _ => Vec::new(),
         };
-        let found = self.found.get_or_insert(NonFinite { place, stats: TensorStats::default(), samples: Vec::new() });
+        let found = self.found.get_or_insert(NonFinite { point, stats: TensorStats::default(), samples: Vec::new() });
         found.stats.merge(&stats);
         found.samples.extend(samples);
         // A tile may begin in the middle of a sequence.
@@ -106,11 +106,11 @@ fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
 
 impl NonFinite {
     fn first_nonfinite(self, spec: &ModelSpec, micro_batch: usize) -> FirstNonFinite {
-        let Self { place: HookPoint { layer, kind: part, .. }, stats, samples } = self;
+        let Self { point: HookPoint { layer, kind, .. }, stats, samples } = self;
         FirstNonFinite {
-            pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
+            pass: if kind.is_forward() { Pass::Forward } else { Pass::Backward },
             layer: spec.layer_name(layer),
-            tensor: part.name().to_owned(),
+            tensor: kind.name().to_owned(),
             count: stats.count,
             inf: stats.inf,
             nan: stats.nan,
@@ -260,12 +260,11 @@ mod tests {
     fn tiles_of_the_head_are_one_tensor() {
         let mut search = FirstNonFiniteHook { seq_len: 4, found: None };
         let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
-        let place =
-            |part, first| HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token: Some(first) };
-        search.record(place(TensorKind::Output, 0), &tile(true)).unwrap();
-        search.record(place(TensorKind::OutputGradient, 0), &tile(true)).unwrap();
-        search.record(place(TensorKind::Output, 6), &tile(true)).unwrap();
-        search.record(place(TensorKind::Output, 12), &tile(false)).unwrap();
+        let point = |kind, first| HookPoint { layer: ModuleId::global(ModuleOp::Head), kind, first_token: Some(first) };
+        search.record(point(TensorKind::Output, 0), &tile(true)).unwrap();
+        search.record(point(TensorKind::OutputGradient, 0), &tile(true)).unwrap();
+        search.record(point(TensorKind::Output, 6), &tile(true)).unwrap();
+        search.record(point(TensorKind::Output, 12), &tile(false)).unwrap();
         let found = search.found.unwrap().first_nonfinite(&tiny(), 0);
         assert_eq!((found.count, found.nan, found.tensor.as_str()), (36, 24, "output"));
         assert_eq!(found.samples, [0, 1, 2]);

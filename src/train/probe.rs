@@ -95,9 +95,9 @@ struct AmaxHook<'a> {
 }
 
 impl Hook for AmaxHook<'_> {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        if place.kind == TensorKind::Output {
-            let name = self.spec.layer_name(place.layer);
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        if point.kind == TensorKind::Output {
+            let name = self.spec.layer_name(point.layer);
             let max_abs = summarize(tensor, FloatFormat::FP32, false)?.stats.max_abs;
             match self.maxima.last_mut() {
                 // The head computes its logits a tile at a time.

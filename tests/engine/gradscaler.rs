@@ -155,7 +155,7 @@ fn configuration_reads_from_a_table_and_refuses_unknown_keys() {
 }
 
 #[test]
-fn a_change_serialises_with_its_cause() {
+fn a_change_serializes_with_its_cause() {
     let json = serde_json::to_string(&ScaleChange::BackedOff { from: 4.0, to: 2.0 }).unwrap();
     assert_eq!(json, r#"{"kind":"backed_off","from":4.0,"to":2.0}"#);
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const RETRY: Duration = Duration::from_millis(100);
 /// The time that rank 0 waits for a port in use. The port of a connection becomes free a minute after its end.
 const PORT_TIME: Duration = Duration::from_secs(70);
-/// The time that a new connection has to send its [`Hello`].
+/// The time that a new connection has to send the next bytes of its [`Hello`].
 const HELLO_TIME: Duration = Duration::from_secs(10);
 /// An idle connection is probed after this time. Routers forget idle connections after a few minutes, and two workers
 /// exchange nothing while the leader reads data.

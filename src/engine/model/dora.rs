@@ -1,5 +1,5 @@
 //! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a
-//! trained length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
+//! trained magnitude. As the paper proposes and PEFT does, the norm they would have is a constant to the gradient.
 //!
 //! Mostly candle's operations on any device: what they read is small compared with the products.
 

@@ -59,7 +59,7 @@ pub struct HookPoint {
 pub trait Hook {
     /// Receives a tensor, which the pass may overwrite after the next call. The pass continues with the changes that
     /// the hook makes.
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()>;
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> Result<()>;
 
     /// Whether the hook reads any tensor. If not, a pass may skip work that only hooks need.
     fn is_active(&self) -> bool {
@@ -74,9 +74,9 @@ pub trait Hook {
 
 impl dyn Hook + '_ {
     /// Records a tensor of `layer` that has all tokens, or belongs to its parameters.
-    pub(super) fn record_whole(&mut self, layer: ModuleId, part: TensorKind, tensor: &Tensor) -> Result<()> {
+    pub(super) fn record_whole(&mut self, layer: ModuleId, kind: TensorKind, tensor: &Tensor) -> Result<()> {
         let first_token = layer.op.has_tokens().then_some(0);
-        self.record(HookPoint { layer, kind: part, first_token }, tensor)
+        self.record(HookPoint { layer, kind, first_token }, tensor)
     }
 }
 
@@ -91,20 +91,24 @@ impl Hook for () {
 }
 
 impl<H: Hook> Hook for Option<H> {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()> {
-        self.as_mut().map_or(Ok(()), |hook| hook.record(place, tensor))
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> Result<()> {
+        self.as_mut().map_or(Ok(()), |hook| hook.record(point, tensor))
     }
 
     fn is_active(&self) -> bool {
         self.as_ref().is_some_and(Hook::is_active)
     }
+
+    fn complete(&mut self, block: PrecisionUnit) -> Result<()> {
+        self.as_mut().map_or(Ok(()), |hook| hook.complete(block))
+    }
 }
 
 /// Two hooks, called in order; the second receives the first one's result.
 impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
-    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()> {
-        self.0.record(place, tensor)?;
-        self.1.record(place, tensor)
+    fn record(&mut self, point: HookPoint, tensor: &Tensor) -> Result<()> {
+        self.0.record(point, tensor)?;
+        self.1.record(point, tensor)
     }
 
     fn is_active(&self) -> bool {

@@ -213,8 +213,8 @@ impl ExpertChoices {
 }
 
 impl Hook for ExpertChoices {
-    fn record(&mut self, place: HookPoint, logits: &Tensor) -> Result<()> {
-        if (place.layer.op, place.kind) == (ModuleOp::Router, TensorKind::Output) {
+    fn record(&mut self, point: HookPoint, logits: &Tensor) -> Result<()> {
+        if (point.layer.op, point.kind) == (ModuleOp::Router, TensorKind::Output) {
             let mut routes = Routes::default();
             routes.choose(&to_host(logits)?.flatten_all()?.to_vec1::<f32>()?, logits.dim(1)?, self.top_k);
             self.sets.extend(routes.experts.chunks(self.top_k).map(<[u32]>::to_vec));

@@ -275,7 +275,7 @@ impl Gradients {
         (written * width + parameters * sums as u64 * size, (parameters * total).div_ceil(world_size as u64))
     }
 
-    /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
+    /// Gives the gradient of fused tensor `index` the type it has where its layer computes in `compute`.
     pub fn change_dtype(&mut self, index: usize, compute: Dtype) -> Result<()> {
         let dtype = candle_dtype(self.policy.with_compute(compute).grads);
         let grad = self.grads.fused_at(index);

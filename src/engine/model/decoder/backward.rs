@@ -121,7 +121,7 @@ impl Decoder {
         cx.hook.record_whole(down, TensorKind::OutputGradient, dy)?;
         let up = gradients.up();
         let input = &scratch.activated;
-        let lengths = match &block.mlp {
+        let magnitude_scale = match &block.mlp {
             Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
             Mlp::Mixture(mixture) => {
                 op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
@@ -136,7 +136,7 @@ impl Decoder {
         self.record_activation(cx, i, TensorKind::InputGradient, up)?;
         match &block.mlp {
             Mlp::Dense { up: product, down } => {
-                down.backward_weight(cx, input, dy, lengths.as_ref())?;
+                down.backward_weight(cx, input, dy, magnitude_scale.as_ref())?;
                 product.backward(cx, &acts.mlp_norm.out, up, normed)?;
             }
             Mlp::Mixture(mixture) => mixture.backward_up(cx, (acts, scratch), &acts.mlp_norm.out, up, normed)?,

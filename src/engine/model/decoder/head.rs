@@ -43,14 +43,14 @@ impl Decoder {
         let gradient = HeadGradient { seed, weights: target_weights, dx, dweight: grads.trainable(self.head) };
         let watches = hook.is_active();
         let mut record = |tensor, first_token, values: &Tensor| {
-            let part = match tensor {
+            let kind = match tensor {
                 HeadTensor::Logits => TensorKind::Output,
                 HeadTensor::LogitsGradient => TensorKind::OutputGradient,
                 HeadTensor::InputGradient => TensorKind::InputGradient,
                 HeadTensor::WeightGradient => TensorKind::WeightGradient,
             };
             let first_token = Some(first_token);
-            hook.record(HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token }, values)
+            hook.record(HookPoint { layer: ModuleId::global(ModuleOp::Head), kind, first_token }, values)
         };
         let weight = weights.weight(self.head)?;
         let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };

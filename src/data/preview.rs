@@ -2,6 +2,7 @@
 //! tokens marked.
 
 use super::chat_format::ChatFormat;
+use super::samples::SampleKind;
 use super::sequence_index::{DatasetStats, PairStats, SequenceIndex};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
@@ -13,7 +14,9 @@ const SHOWN: usize = 2400;
 /// A preview of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DatasetPreview {
-    /// The counts of the samples.
+    /// The kind of the samples.
+    pub samples: SampleKind,
+    /// Their counts.
     pub stats: DatasetStats,
     /// Rows that they make.
     pub rows: u64,
@@ -54,6 +57,7 @@ impl DatasetPreview {
         };
         let sides = sides.iter().map(pieces).collect::<Result<_>>()?;
         Ok(Self {
+            samples: index.tokens.samples(),
             stats: index.stats,
             rows: index.rows(),
             seq_len: index.seq_len,
@@ -69,7 +73,8 @@ impl DatasetPreview {
         let what = if pairs.is_some() { "pair" } else { "sample" };
         let samples = counted(samples, what);
         let rows = counted(self.rows, "row");
-        let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in the loss");
+        let marked = if self.samples == SampleKind::Prompt { "right answers" } else { "the loss" };
+        let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in {marked}");
         if truncated > 0 {
             let seq_len = self.seq_len;
             _ = write!(
@@ -89,7 +94,9 @@ impl DatasetPreview {
     /// The counts and the sample, with loss tokens in color or in brackets. Its text has no control characters.
     pub fn text(&self, color: bool) -> String {
         let mut out = self.summary();
+        let prompts = self.samples == SampleKind::Prompt;
         _ = match &self.marked_by {
+            _ if prompts => Ok(()),
             Some(marked_by) => write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by)),
             None => write!(
                 out,
@@ -100,7 +107,8 @@ impl DatasetPreview {
         // Its lines are indented, so that none looks like a message.
         let what = if self.sides.len() > 1 { "pair" } else { "sample" };
         let which = self.number.map_or_else(|| format!("the first {what}"), |number| format!("{what} {number}"));
-        _ = write!(out, "\n{which}, with its loss tokens in {how}:");
+        let marked = if prompts { "right answer" } else { "loss tokens" };
+        _ = write!(out, "\n{which}, with its {marked} in {how}:");
         for (side, name) in self.sides.iter().zip(["chosen", "rejected"]) {
             out += "\n  ";
             if self.sides.len() > 1 {

@@ -482,6 +482,8 @@ fn a_prompt_ends_with_the_templates_own_start_of_an_answer() {
     let show = "data show --model tiny --val none --chat-template think.jinja";
     let shown = fixture.said(&format!("{show} --data answered.jsonl --objective grpo --reward exact"));
     assert!(shown.contains("system: Be brief;\n  user: 2+2;\n  assistant: <think></think>[4<|endoftext|>]"), "{shown}");
+    let counts = "2 of them in right answers\nthe first sample, with its right answer in [brackets]:";
+    assert!(shown.contains(counts), "{shown}");
     // Regression: instructions were left out before a prompt that is not a message, and if they are not text.
     let wrong = json!({"role": "assistant", "content": "5"});
     let row = json!({"system": "Be brief", "prompt": "2+2", "chosen": [answer], "rejected": [wrong]});

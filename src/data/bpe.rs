@@ -281,9 +281,11 @@ mod tests {
     use std::sync::LazyLock;
 
     /// Words, runs of white space, contractions, digits, scripts and added tokens, in any order.
-    const TEXT: &str = "([a-zA-Z]{1,6}|[ \\t\\r\\n\u{a0}]{1,4}|'(s|t|re|ve|m|LL|d|x)|[0-9½Ⅷ]{1,5}|[!?.,'\"-]{1,3}|[éßжשд中語🙂\u{301}]{1,3}|\\PC|<mask>|<\\|endoftext\\|>){0,30}";
+    const TEXT: &str = "([a-zA-Z]{1,6}|[ \\t\\r\\n\u{a0}]{1,4}|'(s|t|re|ve|m|LL|d|x)|[0-9½Ⅷ]{1,5}|[!?.,/'\"-]{1,3}|[éßжשд中語🙂\u{301}]{1,3}|\\PC|<mask>|<\\|endoftext\\|>){0,30}";
     /// The words of Llama 3; Qwen 2's differ in their digits.
     const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    /// The words of gpt-oss: a capital letter may begin one.
+    const GPT_OSS: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
     fn tokenizers() -> Vec<(Arc<tokenizers::Tokenizer>, FastBpe)> {
         let byte_level = |use_regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
@@ -294,6 +296,7 @@ mod tests {
         let pre_tokenizers = [
             byte_level(true),
             sequence([split(LLAMA3), byte_level(false)]),
+            sequence([split(GPT_OSS), byte_level(false)]),
             sequence([digits(true), byte_level(true)]),
             sequence([digits(false), byte_level(true)]),
             sequence([split(r"[!-/]\s*|\p{L}+"), byte_level(false)]),

@@ -347,9 +347,10 @@ fn promise_8_an_interrupt_keeps_the_reference_that_is_computed() {
     let row = |n: usize| format!("{{\"prompt\": \"{n}\", \"chosen\": \"a\", \"rejected\": \"b\"}}\n");
     fixture.write("pairs.jsonl", (0..6000).map(row).collect::<String>());
     let line = format!("--run r --data pairs.jsonl --val none --objective dpo --epochs 1 {SMALL}");
-    let run = Running::start(&fixture, "", &line);
+    let mut run = Running::start(&fixture, "", &line);
     let log = fixture.run("r").join("events.jsonl");
     while !fs::read_to_string(&log).is_ok_and(|log| log.contains("computing reference")) {
+        assert_eq!(run.child.try_wait().unwrap(), None);
         std::thread::sleep(Duration::from_millis(5));
     }
     run.signal("TERM");

@@ -149,6 +149,51 @@ pub(super) struct Passes<'a> {
     pub(super) timings: &'a mut Vec<RankTiming>,
 }
 
+impl Passes<'_> {
+    /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does
+    /// nothing during them.
+    pub(super) fn may_record(&self, also: &dyn Hook) -> bool {
+        let host_acts = self.objective.settings.kind.needs_log_probs()
+            || self.hook.is_active()
+            || also.is_active()
+            || self.group.world_size() > 1
+            || self.model.spec().experts.is_some();
+        !host_acts && !self.weights.device().is_cpu()
+    }
+
+    /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the
+    /// losses of this process, and `seconds` those of its passes and its exchanges.
+    pub(super) fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
+        let mut figures = seconds.to_vec();
+        let len = LossSums::len(self.objective.settings.kind);
+        figures.extend(own.iter().flat_map(|sums| sums.to_array().into_iter().take(len)));
+        let all = self.group.all_gather(&figures)?;
+        let mut sums = LossSums::default();
+        self.timings.clear();
+        let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
+        for (figures, losses) in all.iter().zip(&of_ranks) {
+            self.timings.push(RankTiming { compute: figures[0], comm: figures[1], micro_batches: losses.len() });
+        }
+        for index in 0..micro_batches {
+            let rank = self.grads.rank_of(index, micro_batches);
+            if let Some(losses) = of_ranks[rank].next() {
+                sums.add(losses);
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// Replaces each parameter's counts by their sums over all processes.
+pub(super) fn add_counts(counts: &mut Vec<UpdateCounts>, group: &dyn ProcessGroup) -> Result<()> {
+    let own = std::mem::take(counts);
+    counts.resize(own.len(), UpdateCounts::default());
+    for process in group.all_gather_messages(&own)? {
+        counts.iter_mut().zip(process).for_each(|(sum, count)| *sum += count);
+    }
+    Ok(())
+}
+
 /// Passes each block on as soon as its gradients are complete.
 pub(super) struct CompleteBlocks<'a> {
     pub(super) collect: &'a mut dyn FnMut(PrecisionUnit) -> Result<()>,

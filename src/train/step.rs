@@ -2,12 +2,12 @@
 //! in `GradScaler::disabled()`.
 
 use crate::data::Batch;
-use crate::engine::collective::{ProcessGroup, gather};
+use crate::engine::collective::gather;
 use crate::engine::kernels::pass::PassInputs;
 use crate::engine::model::{ForwardMode, Hook, Parameters};
 use crate::engine::optim::{Collector, Gradients, Update};
-use crate::precision::{PrecisionUnit, UpdateCounts};
-use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
+use crate::precision::PrecisionUnit;
+use crate::train::engine::{CompleteBlocks, Passes, StepOutcome, StepReport, StepTimings, TrainEngine, add_counts};
 use crate::train::objective::{BatchPass, LossFactors, LossSums, Split};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
@@ -32,17 +32,6 @@ pub(super) enum BatchLosses {
 }
 
 impl Passes<'_> {
-    /// Whether a GPU may record the passes of a micro-batch, and repeat them without the host, because the host does
-    /// nothing during them.
-    fn may_record(&self, also: &dyn Hook) -> bool {
-        let host_acts = self.objective.settings.kind.needs_log_probs()
-            || self.hook.is_active()
-            || also.is_active()
-            || self.group.world_size() > 1
-            || self.model.spec().experts.is_some();
-        !host_acts && !self.weights.device().is_cpu()
-    }
-
     /// Computes the gradients of micro-batch `index` of the step after `self.counters`. `also` receives every tensor,
     /// and `collect` the gradients of each block when they are complete. Returns the losses and the time of the forward
     /// pass.
@@ -176,38 +165,6 @@ impl Passes<'_> {
         time.comm += clock.elapsed();
         Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
     }
-
-    /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the
-    /// losses of this process, and `seconds` those of its passes and its exchanges.
-    fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
-        let mut figures = seconds.to_vec();
-        let len = LossSums::len(self.objective.settings.kind);
-        figures.extend(own.iter().flat_map(|sums| sums.to_array().into_iter().take(len)));
-        let all = self.group.all_gather(&figures)?;
-        let mut sums = LossSums::default();
-        self.timings.clear();
-        let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
-        for (figures, losses) in all.iter().zip(&of_ranks) {
-            self.timings.push(RankTiming { compute: figures[0], comm: figures[1], micro_batches: losses.len() });
-        }
-        for index in 0..micro_batches {
-            let rank = self.grads.rank_of(index, micro_batches);
-            if let Some(losses) = of_ranks[rank].next() {
-                sums.add(losses);
-            }
-        }
-        Ok(sums)
-    }
-}
-
-/// Replaces each parameter's counts by their sums over all processes.
-fn add_counts(counts: &mut Vec<UpdateCounts>, group: &dyn ProcessGroup) -> Result<()> {
-    let own = std::mem::take(counts);
-    counts.resize(own.len(), UpdateCounts::default());
-    for process in group.all_gather_messages(&own)? {
-        counts.iter_mut().zip(process).for_each(|(sum, count)| *sum += count);
-    }
-    Ok(())
 }
 
 impl TrainEngine {

@@ -90,7 +90,7 @@ fn unknown_backend(text: &str) -> String {
 
 /// The normalization in front of attention, MLP and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norm {
+pub enum NormKind {
     /// Layer normalization with weight and bias (Ba, Kiros and Hinton, 2016).
     Layer,
     /// Root mean square normalization with a weight (Zhang and Sennrich, 2019).
@@ -149,7 +149,7 @@ impl WeightLayout {
 #[derive(Clone, Copy, Debug)]
 pub struct NormSettings {
     /// The formula.
-    pub norm: Norm,
+    pub norm: NormKind,
     /// Added to the variance under the square root.
     pub eps: f32,
 }
@@ -157,12 +157,12 @@ pub struct NormSettings {
 impl NormSettings {
     /// Whether rows are centered, as in layer norms.
     pub(crate) fn centers(self) -> bool {
-        self.norm == Norm::Layer
+        self.norm == NormKind::Layer
     }
 
     /// The constant that is added to the weight of an RMS norm.
     pub(crate) fn gain_offset(self) -> f32 {
-        if self.norm == (Norm::Rms { unit_offset: true }) { 1.0 } else { 0.0 }
+        if self.norm == (NormKind::Rms { unit_offset: true }) { 1.0 } else { 0.0 }
     }
 }
 
@@ -202,11 +202,11 @@ pub struct NormOutput<T = Tensor> {
 
 impl<T> NormOutput<T> {
     /// Buffers for `rows` rows of `width`.
-    pub fn alloc(norm: Norm, rows: usize, width: usize, compute: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
+    pub fn alloc(norm: NormKind, rows: usize, width: usize, compute: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
         let statistics = || allocate(&[rows], DType::F32);
         Ok(Self {
             out: allocate(&[rows, width], compute)?,
-            mean: (norm == Norm::Layer).then(statistics).transpose()?,
+            mean: (norm == NormKind::Layer).then(statistics).transpose()?,
             rstd: statistics()?,
         })
     }

@@ -15,7 +15,7 @@ use finetune::engine::kernels::op;
 use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases, check_family};
 use finetune::engine::kernels::rope::{Direction, PositionIds};
 use finetune::engine::kernels::view::zeros;
-use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, Norm, NormSettings, WeightLayout};
+use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, NormKind, NormSettings, WeightLayout};
 
 /// Every set of kernels that computes on a CPU.
 const KERNELS: [&dyn Kernels; 2] = [&Fused, &CandleKernels];
@@ -117,13 +117,13 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let dx = if mode == WriteMode::Accumulate { difference("dx") } else { result("dx") };
             let mut inputs = vec![part(operand("x")), operand("weight")];
             let mut gradients = vec![part(dx), result("dweight")];
-            if norm == Norm::Layer {
+            if norm == NormKind::Layer {
                 inputs.push(operand("bias"));
                 gradients.push(result("dbias"));
             }
             let compute = move |x: &[Tensor]| match norm {
-                Norm::Layer => reference::layer_norm(&x[0], &x[1], &x[2], EPSILON),
-                Norm::Rms { unit_offset } => reference::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON),
+                NormKind::Layer => reference::layer_norm(&x[0], &x[1], &x[2], EPSILON),
+                NormKind::Rms { unit_offset } => reference::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON),
             };
             plain(inputs, Box::new(compute), Some(part(result("y"))), part(operand("dy")), gradients)
         }
@@ -526,7 +526,7 @@ fn packed_documents_are_computed_as_if_alone() {
 fn an_rms_norms_gradient_joins_the_stream() {
     let [x, dy, stream] = [1, 2, 3].map(|salt| pattern(&[5, 24], salt));
     let weight = &pattern(&[24], 4);
-    let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
+    let settings = NormSettings { norm: NormKind::Rms { unit_offset: false }, eps: 1e-5 };
     for kernels in KERNELS {
         let all = |tensor| ColumnSlice::all(tensor).unwrap();
         let y = x.zeros_like().unwrap();

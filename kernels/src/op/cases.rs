@@ -14,7 +14,7 @@ use crate::random::{Domain, Stream};
 use crate::rope::{CosSinCache, Direction, PositionIds};
 use crate::route::{RouterSettings, Routes};
 use crate::summary::{self, TensorSummary};
-use crate::{Activation, CandleKernels, Kernels, LoraTerm, Norm, NormSettings, WeightLayout, op, view};
+use crate::{Activation, CandleKernels, Kernels, LoraTerm, NormKind, NormSettings, WeightLayout, op, view};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -61,7 +61,7 @@ pub enum Operation {
     Embed { backward: bool, positions: bool, types: [DType; 2], drops: bool },
     /// [`op::Norm`] and [`op::NormBackward`] of rows and columns, from column `first` of rows of `stride`, in groups of
     /// `width`; types of the stream and of the products.
-    Norm { norm: Norm, sizes: [usize; 2], place: [usize; 3], types: [DType; 2], mode: WriteMode },
+    Norm { norm: NormKind, sizes: [usize; 2], place: [usize; 3], types: [DType; 2], mode: WriteMode },
     /// [`op::Linear`] of rows, inputs and outputs, with a low-rank product, unless `rank` is 0, and its backward pass.
     Linear { layout: WeightLayout, sizes: [usize; 3], biased: bool, rank: usize, dtype: DType },
     /// [`op::Matmul`] of the sizes M, K and N, with these factors transposed, and [`op::SumRows`]; types of operands
@@ -464,7 +464,7 @@ fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: 
 
 fn norm(
     t: &Trial<'_>,
-    norm: Norm,
+    norm: NormKind,
     sizes: [usize; 2],
     place: [usize; 3],
     types: [DType; 2],

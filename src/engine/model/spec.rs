@@ -13,7 +13,7 @@ use super::family::{ConfigReader, Family};
 use super::lora::Lora;
 use super::mixture::Experts;
 use super::rope::{QueryScale, Rope};
-use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::kernels::{Activation, NormKind, WeightLayout};
 use crate::settings::settings;
 use crate::{Error, Result};
 use candle_core::quantized::GgmlDType;
@@ -128,7 +128,7 @@ pub struct ModelSpec {
     /// The experts of each block, if its MLP is a mixture.
     pub experts: Option<Experts>,
     /// The normalization.
-    pub norm: Norm,
+    pub norm: NormKind,
     /// Added to its variance under the square root.
     pub norm_eps: f64,
     /// The MLP's activation.
@@ -575,9 +575,9 @@ impl ModelSpec {
             push(layer, layer, ParamRole::Weight, vec![rows, d], ParamInit::Normal(std));
         }
         let of_norm: &[(ParamRole, ParamInit)] = match self.norm {
-            Norm::Layer => &[(ParamRole::Weight, ParamInit::Ones), (ParamRole::Bias, ParamInit::Zeros)],
-            Norm::Rms { unit_offset: false } => &[(ParamRole::Weight, ParamInit::Ones)],
-            Norm::Rms { unit_offset: true } => &[(ParamRole::Weight, ParamInit::Zeros)],
+            NormKind::Layer => &[(ParamRole::Weight, ParamInit::Ones), (ParamRole::Bias, ParamInit::Zeros)],
+            NormKind::Rms { unit_offset: false } => &[(ParamRole::Weight, ParamInit::Ones)],
+            NormKind::Rms { unit_offset: true } => &[(ParamRole::Weight, ParamInit::Zeros)],
         };
         let in_block = |block| {
             let norms = self.norms(self.recurrence(block)).into_iter();
@@ -639,7 +639,7 @@ impl ModelSpec {
     /// The number of parameters without adapters, a tied head counted once; at most `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
         let [v, c, d] = [self.vocab_size, self.max_position_embeddings, self.hidden_size].map(|dim| dim as u128);
-        let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
+        let norm = |columns: u128| if self.norm == NormKind::Layer { 2 * columns } else { columns };
         let elements = |ProductSpec { inputs, outputs, bias, .. }: ProductSpec| {
             inputs as u128 * outputs as u128 + if bias { outputs as u128 } else { 0 }
         };

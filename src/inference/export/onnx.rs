@@ -9,7 +9,7 @@
 mod graph;
 
 use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, INT64, OnnxGraph, UINT8};
-use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::kernels::{Activation, NormKind, WeightLayout};
 use crate::engine::model::{
     EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Recurrence,
     Rope,
@@ -363,7 +363,7 @@ impl GraphBuilder<'_> {
         let name = self.spec.layer_name(layer);
         let (weight, bias) = (fp32_name(&format!("{name}.weight")), fp32_name(&format!("{name}.bias")));
         let graph = &mut self.graph;
-        let Norm::Rms { unit_offset } = self.spec.norm else {
+        let NormKind::Rms { unit_offset } = self.spec.norm else {
             let epsilon = Attribute::Float("epsilon", self.spec.norm_eps as f32);
             return graph.op("LayerNormalization", &[x, &weight, &bias], &[Attribute::Int("axis", -1), epsilon]);
         };

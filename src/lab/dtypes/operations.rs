@@ -8,7 +8,7 @@ use crate::amp::{AutocastOp, CastRule};
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::ColumnSlice;
 use crate::engine::kernels::op::{self, cases::Trial};
-use crate::engine::kernels::{Activation, Fused, Norm, NormSettings, WeightLayout};
+use crate::engine::kernels::{Activation, Fused, NormKind, NormSettings, WeightLayout};
 use crate::engine::model::candle_dtype;
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
@@ -108,7 +108,7 @@ impl PrecisionProbe {
             let bias = Some(bias);
             let mean = Some(&mean?);
             let rstd = rstd?;
-            let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+            let settings = NormSettings { norm: NormKind::Layer, eps: 1e-5 };
             t.run(op::Norm { settings, x, weight, bias, y: out, mean, rstd: &rstd })?;
             Ok([y, rstd])
         })

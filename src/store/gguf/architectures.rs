@@ -5,7 +5,7 @@
 
 use super::rotary::{ORIGINAL_CONTEXT, RopeFactors, scaling_from_factors, scaling_from_keys};
 use super::value_heads::{HeadOrder, swap_pairs};
-use crate::engine::kernels::{Norm, WeightLayout};
+use crate::engine::kernels::{NormKind, WeightLayout};
 use crate::engine::model::{
     Family, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec, Recurrence, of_gguf,
     one_or_more,
@@ -203,7 +203,7 @@ impl ModelSpec {
             }
             ModuleOp::ShortConv => WeightTransform::Squeezed,
             ModuleOp::GatedDelta if entry.role == ParamRole::Weight => WeightTransform::NegativeExp,
-            ModuleOp::Norm(role) if role != NormRole::Delta && self.norm == (Norm::Rms { unit_offset: true }) => {
+            ModuleOp::Norm(role) if role != NormRole::Delta && self.norm == (NormKind::Rms { unit_offset: true }) => {
                 WeightTransform::PlusOne
             }
             _ => WeightTransform::Same,

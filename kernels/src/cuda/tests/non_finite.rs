@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::columns::{ColumnSlice, WriteMode};
-use crate::{Norm, NormSettings};
+use crate::{NormKind, NormSettings};
 
 /// The loss of a row, whose gradient times `seed` overwrites the logits.
 fn loss(logits: &Tensor, target: u32, seed: f32) -> f32 {
@@ -50,7 +50,7 @@ fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
     let [weight, bias] = [1.0, 0.0].map(|value| tensor(&vec![value; width], &[width], dtype));
     let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
     let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], dtype));
-    let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+    let settings = NormSettings { norm: NormKind::Layer, eps: 1e-5 };
     let [x_rows, dy, y_rows, dx_rows] = [&x, &ones, &y, &dx].map(|tensor| ColumnSlice::all(tensor).unwrap());
     let mean = Some(&mean);
     let rstd = &rstd;

@@ -6,7 +6,7 @@ use crate::columns::WriteMode;
 use crate::gated_delta::DeltaHeads;
 use crate::rope::Direction;
 use crate::route::RouterSettings;
-use crate::{Activation, Norm, WeightLayout};
+use crate::{Activation, NormKind, WeightLayout};
 use candle_core::DType;
 
 /// The types that kernels store.
@@ -156,7 +156,7 @@ impl Cases {
     }
 
     fn norm(&mut self) {
-        let formulas = [Norm::Layer, Norm::Rms { unit_offset: false }, Norm::Rms { unit_offset: true }];
+        let formulas = [NormKind::Layer, NormKind::Rms { unit_offset: false }, NormKind::Rms { unit_offset: true }];
         let (add, overwrite) = (WriteMode::Accumulate, WriteMode::Overwrite);
         for (types, norm) in PAIRS.into_iter().flat_map(|types| formulas.map(|norm| (types, norm))) {
             let shapes = [([70, 768], add), ([9, 1000], overwrite), ([33, 65], add), ([3, 5], add), ([1, 8], add)];
@@ -166,15 +166,15 @@ impl Cases {
             }
         }
         // With more rows, or an RMS norm, results cancel and have no digits to compare.
-        let norm = Norm::Layer;
+        let norm = NormKind::Layer;
         let sizes = [1, 1];
         let place = [0, 1, 1];
         self.add("norm", PAIRS.map(|types| Operation::Norm { norm, sizes, place, types, mode: add }));
         // Several rows for each block that has wide ones.
         for (norm, sizes, types) in [
-            (Norm::Layer, [140, 3072], PAIRS[3]),
+            (NormKind::Layer, [140, 3072], PAIRS[3]),
             (formulas[1], [270, 3072], PAIRS[4]),
-            (Norm::Layer, [140, 3001], PAIRS[0]),
+            (NormKind::Layer, [140, 3001], PAIRS[0]),
         ] {
             self.add("norm", [Operation::Norm { norm, sizes, place: [0, sizes[1], sizes[1]], types, mode: add }]);
         }
@@ -183,7 +183,7 @@ impl Cases {
         for (family, [rows, heads, width]) in
             heads.into_iter().chain([(Case::CPU, [40, 3, 10]), (Case::CPU, [9, 4, 130])])
         {
-            let norm = Norm::Rms { unit_offset: true };
+            let norm = NormKind::Rms { unit_offset: true };
             let columns = heads * width;
             let sizes = [rows, columns];
             let place = [16, width, columns + 40];

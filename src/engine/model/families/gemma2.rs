@@ -2,7 +2,7 @@
 //! by `√width`, a GELU-gated MLP, soft caps of scores and logits, and windows in every other layer.
 
 use super::llama::{self, head_dim};
-use crate::engine::kernels::{Activation, Norm};
+use crate::engine::kernels::{Activation, NormKind};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::{EmbeddingScale, ModelSpec, ModuleId, ModuleOp, NormRole};
 use serde_json::{Map, Value, json};
@@ -62,7 +62,7 @@ pub(super) fn default() -> ModelSpec {
         kv_heads: 4,
         head_dim: 256,
         intermediate_size: 9216,
-        norm: Norm::Rms { unit_offset: true },
+        norm: NormKind::Rms { unit_offset: true },
         activation: Activation::GeGlu,
         attention_scale: Some(1.0 / 16.0),
         post_norms: true,

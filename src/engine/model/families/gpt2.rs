@@ -2,7 +2,7 @@
 //! `[in, out]` weights, GELU in its tanh form.
 
 use super::llama;
-use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::kernels::{Activation, NormKind, WeightLayout};
 use crate::engine::model::family::{ConfigReader, ExpertTensors, Family, GgufFormat, one_or_more};
 use crate::engine::model::spec::{Biases, DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use serde_json::{Value, json};
@@ -65,7 +65,7 @@ pub(super) fn default() -> ModelSpec {
         kv_heads: 12,
         head_dim: 64,
         intermediate_size: 4 * 768,
-        norm: Norm::Layer,
+        norm: NormKind::Layer,
         norm_eps: 1e-5,
         activation: Activation::Gelu,
         weight_layout: WeightLayout::InOut,

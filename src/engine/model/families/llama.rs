@@ -1,7 +1,7 @@
 //! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries,
 //! a SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
-use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::kernels::{Activation, NormKind, WeightLayout};
 use crate::engine::model::family::{ExpertTensors, Family, GgufFormat, GgufKey};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, EmbeddingScale, ModelSpec};
@@ -130,7 +130,7 @@ pub(super) fn default() -> ModelSpec {
         kv_heads: 32,
         head_dim: 128,
         intermediate_size: 11_008,
-        norm: Norm::Rms { unit_offset: false },
+        norm: NormKind::Rms { unit_offset: false },
         norm_eps: 1e-6,
         activation: Activation::SwiGlu,
         weight_layout: WeightLayout::OutIn,

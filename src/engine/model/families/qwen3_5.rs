@@ -2,7 +2,7 @@
 //! and gates of attention's output in the others.
 
 use super::llama;
-use crate::engine::kernels::Norm;
+use crate::engine::kernels::NormKind;
 use crate::engine::kernels::gated_delta::DeltaHeads;
 use crate::engine::model::family::{ConfigReader, Family, GgufEntries, GgufFormat, GgufKey};
 use crate::engine::model::spec::{ModelSpec, ModuleOp, QkNorm, Recurrence, RecurrentLayers};
@@ -73,7 +73,7 @@ fn default() -> ModelSpec {
         max_position_embeddings: 32_768,
         intermediate_size: 12_288,
         heads: 16,
-        norm: Norm::Rms { unit_offset: true },
+        norm: NormKind::Rms { unit_offset: true },
         qk_norm: Some(QkNorm::PerHead),
         attention_gate: true,
         bos_token_id: None,

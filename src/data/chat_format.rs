@@ -5,8 +5,8 @@
 //! conversations, and later for every conversation of the training data. A difference is an error, so a mask is never
 //! wrong.
 
+use super::exact_json::read_json;
 use super::harmony;
-use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use super::template_sandbox::TemplateSandbox;
 use super::tokenizer::Tokenizer;

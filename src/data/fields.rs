@@ -1,6 +1,6 @@
 //! Fields of rows, and messages in them.
 
-use super::jinja_python::{entries, read_json};
+use super::exact_json::{entries, read_json};
 use minijinja::value::ValueKind;
 use minijinja::{Value, context};
 

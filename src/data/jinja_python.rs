@@ -1,13 +1,11 @@
 //! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%`
-//! formats texts, floats and lists are written differently, strings have more white space, and whole numbers in JSON
-//! have no largest value.
+//! formats texts, floats and lists are written differently, and strings have more white space.
 
 use minijinja::filters::{float, int};
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde_json::Result as JsonResult;
 
 /// The filter that replaces `%`.
 const PERCENT: &str = "python_percent";
@@ -41,12 +39,12 @@ pub(super) fn install(environment: &mut Environment<'_>) {
         "int",
         |state: &State, value: &Value, default: Option<Value>, base: Option<u32>, named: Kwargs| {
             let named_default: Option<Value> = named.get("default")?;
-            int(state, value, default.or(named_default).or(Some(0.into())), base, named)
+            int(state, &trimmed(value), default.or(named_default).or(Some(0.into())), base, named)
         },
     );
     environment.add_filter("float", |state: &State, value: &Value, default: Option<Value>, named: Kwargs| {
         let named_default: Option<Value> = named.get("default")?;
-        float(state, value, default.or(named_default).or(Some(0.0.into())), named)
+        float(state, &trimmed(value), default.or(named_default).or(Some(0.0.into())), named)
     });
     environment.add_filter(PERCENT, percent);
     for name in ["e", "escape"] {
@@ -129,7 +127,6 @@ fn indent(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<Strin
     let [first, blank] = [first, blank].map(|flag| flag.is_some_and(|flag| flag.is_true()));
     let margin = margin(&width.unwrap_or_else(|| 4.into()))?;
     let mut out = String::new();
-    let ends_line = |c: char| matches!(c, '\n'..='\r' | '\x1C'..='\x1E' | '\u{85}' | '\u{2028}' | '\u{2029}');
     for (number, line) in string(value).replace("\r\n", "\n").split(ends_line).enumerate() {
         out.push_str(if number > 0 { "\n" } else { "" });
         let is_indented = if number > 0 { blank || !line.is_empty() } else { first };
@@ -166,6 +163,29 @@ fn arguments<const N: usize>(
 /// Whether Python's `str.strip` removes `c`.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\x1C'..='\x1F')
+}
+
+/// Whether Python's `str.splitlines` ends a line at `c`.
+fn ends_line(c: char) -> bool {
+    matches!(c, '\n'..='\r' | '\x1C'..='\x1E' | '\u{85}' | '\u{2028}' | '\u{2029}')
+}
+
+/// Python's `str.splitlines`; the lines include their ends if `keepends`.
+fn split_lines(mut text: &str, keepends: bool) -> Value {
+    let mut lines = Vec::new();
+    while !text.is_empty() {
+        let line = text.find(ends_line).unwrap_or(text.len());
+        let end =
+            if text[line..].starts_with("\r\n") { 2 } else { text[line..].chars().next().map_or(0, char::len_utf8) };
+        lines.push(&text[..if keepends { line + end } else { line }]);
+        text = &text[line + end..];
+    }
+    lines.into_iter().map(Value::from).collect()
+}
+
+/// A number's text as Python reads it, without white space around it.
+fn trimmed(value: &Value) -> Value {
+    value.as_str().map_or_else(|| value.clone(), |text| text.trim_matches(is_space).into())
 }
 
 /// A maximum number of replacements or splits, where negative ones stand for no maximum.
@@ -220,6 +240,11 @@ fn split_at_space(mut text: &str, most: usize) -> Vec<&str> {
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     if let (Some(text), "split" | "rsplit") = (value.as_str(), name) {
         return split(text, name == "rsplit", args);
+    }
+    if let (Some(text), "splitlines") = (value.as_str(), name) {
+        let (positional, named): (Rest<Value>, Kwargs) = from_args(args)?;
+        let [keepends] = arguments(&positional, &named, ["keepends"])?;
+        return Ok(split_lines(text, keepends.is_some_and(|flag| flag.is_true())));
     }
     if let (Some(text), true) = (value.as_str(), args.iter().all(Value::is_none)) {
         match name {
@@ -358,69 +383,6 @@ fn scalar(value: &Value) -> Result<String, Error> {
     })
 }
 
-/// Marks the digits of an integer that was written as a string; a Unicode noncharacter.
-const WHOLE: char = '\u{FDD2}';
-/// The number of digits that always fit a `u64`.
-const SAFE_DIGITS: usize = 19;
-
-/// Parses JSON. Integers of up to 128 bits stay exact, as in Python; the parser alone converts those above 64 bits to
-/// floats.
-pub(crate) fn read_json(text: &str) -> JsonResult<Value> {
-    let marked = mark_large_numbers(text);
-    match marked.map(|marked| serde_json::from_str(&marked)) {
-        Some(Ok(value)) => Ok(unmark(&value)),
-        // Only an error in the original text has the right position.
-        Some(Err(_)) | None => serde_json::from_str(text),
-    }
-}
-
-/// The text with its large integers as marked strings; `None` if it has none.
-fn mark_large_numbers(text: &str) -> Option<String> {
-    if text.as_bytes().split(|byte| !byte.is_ascii_digit()).all(|digits| digits.len() < SAFE_DIGITS) {
-        return None;
-    }
-    let mut out = String::new();
-    let mut rest = text;
-    let mut found = false;
-    while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
-        out.push_str(&rest[..at]);
-        rest = &rest[at..];
-        let token = if rest.starts_with('"') {
-            string_end(rest, 0)
-        } else {
-            rest.find(|c: char| !(c.is_ascii_alphanumeric() || "+-.".contains(c))).unwrap_or(rest.len())
-        };
-        let (token, after) = rest.split_at(token);
-        rest = after;
-        let large =
-            token.len() > SAFE_DIGITS && token.parse::<i128>().is_ok_and(|number| u64::try_from(number).is_err());
-        if large {
-            found = true;
-            out.extend(['"', WHOLE]);
-        }
-        out.push_str(token);
-        out.extend(large.then_some('"'));
-    }
-    found.then(|| out + rest)
-}
-
-pub(crate) fn entries(object: &Value) -> impl Iterator<Item = (Value, Value)> {
-    let names = object.try_iter().into_iter().flatten();
-    names.map(|name| (name.clone(), object.get_item(&name).unwrap_or_default()))
-}
-
-fn unmark(value: &Value) -> Value {
-    match value.kind() {
-        ValueKind::String => {
-            let number = value.as_str().and_then(|text| text.strip_prefix(WHOLE)?.parse::<i128>().ok());
-            number.map_or_else(|| value.clone(), Value::from)
-        }
-        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| unmark(&item)).collect(),
-        ValueKind::Map => Value::from_pairs(entries(value).map(|(key, item)| (key, unmark(&item)))),
-        _ => value.clone(),
-    }
-}
-
 /// Replaces `a % b` in a template's expressions by a filter that also formats text, because the engine's operator is
 /// for numbers. Keeps the operator after a product or before a number.
 pub(super) fn with_percent(source: &str) -> String {
@@ -540,7 +502,7 @@ fn operand_end(text: &str, at: usize) -> usize {
 }
 
 /// The end of the quoted text that begins at `at`.
-fn string_end(text: &str, at: usize) -> usize {
+pub(super) fn string_end(text: &str, at: usize) -> usize {
     let bytes = text.as_bytes();
     let quote = bytes[at];
     let mut end = at + 1;
@@ -660,6 +622,11 @@ mod tests {
                 "{{ 'x' | int }} {{ '' | int(5) }} {{ 'x' | int(default=7) }} {{ '12' | int }} {{ 'x' | float }} {{ '1.5' | float(2.5) }}",
                 "0 5 7 12 0.0 1.5",
             ),
+            ("{{ ' 12 ' | int }} {{ '\n7' | int }} {{ ' 1.5 ' | float }} {{ ' x' | int(9) }}", "12 7 1.5 9"),
+            (
+                r"{{ 'a\x85b\u2028c\x0bd\x0ce\x1cf\r\ng\n\n'.splitlines() }} {{ 'a\r\nb\n'.splitlines(true) }} {{ ''.splitlines() }}",
+                r"['a', 'b', 'c', 'd', 'e', 'f', 'g', ''] ['a\r\n', 'b\n'] []",
+            ),
         ] {
             assert_eq!(rendered(source), expected, "{source}");
         }
@@ -688,13 +655,6 @@ mod tests {
         fn any_source_is_passed_through(source in r#"[{}%#()'"\\a-c é|]{0,60}"#) {
             let changed = with_percent(&source).replace("|python_percent(", "%");
             proptest::prop_assert!(changed.len() <= 2 * source.len());
-        }
-
-        #[test]
-        fn json_is_read_as_by_the_parser(text in r#"[\[\]{}"\\0-9eE+\-.,: é]{0,60}"#) {
-            let expected = serde_json::from_str::<Value>(&text).ok();
-            let found = read_json(&text).ok();
-            proptest::prop_assert_eq!(found.is_some(), expected.is_some());
         }
     }
 }

@@ -224,7 +224,7 @@ pub(super) fn weight(row: &Value) -> Result<Option<f32>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::jinja_python::read_json;
+    use crate::data::exact_json::read_json;
 
     fn row(text: &str) -> Value {
         read_json(text).unwrap()

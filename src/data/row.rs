@@ -16,9 +16,9 @@
 use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
+use super::exact_json::entries;
 use super::fields::{self, field, json_type};
 use super::format::{DataFormat, EXPECTED_FIELDS};
-use super::jinja_python::entries;
 use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
 use super::samples::SampleKind;

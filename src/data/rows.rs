@@ -3,8 +3,8 @@
 //! A row is an object whose keys keep the file's order, because tools are written into prompts in that order. A row may
 //! have at most 64 MiB, a file any size.
 
+use super::exact_json::read_json;
 use super::format::{CONVERT, DataFormat};
-use super::jinja_python::read_json;
 use super::parquet_rows;
 use super::source::Document;
 use crate::{Error, Result};

@@ -9,8 +9,9 @@
 //! this block, so it is replaced by expressions that print a marker, and the markers are converted to ranges of the
 //! text.
 
+use super::exact_json::{entries, read_json};
 use super::fields::field;
-use super::jinja_python::{entries, install, read_json, with_percent};
+use super::jinja_python::{install, with_percent};
 use crate::{Error, Result};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, ErrorKind, context};

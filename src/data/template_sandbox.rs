@@ -3,7 +3,7 @@
 //! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
 //! Here the processor time is limited instead.
 
-use super::jinja_python::read_json;
+use super::exact_json::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use crate::untrusted::subprocess::{self, ExitCause};
 use crate::{Error, Result};

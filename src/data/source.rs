@@ -332,15 +332,19 @@ impl DataSource {
             return Ok((revision.to_owned(), vec![file.to_owned()], Vec::new()));
         }
         let HubListing { commit, mut files } = downloader.list(repo, revision)?;
-        files.retain(|(file, _)| path.is_none_or(|path| file.starts_with(path)));
         if let Some(file) = path.filter(|path| files.iter().any(|(file, _)| file.as_path() == *path)) {
             return Ok((commit, vec![file.to_owned()], Vec::new()));
         }
-        let (read, left_out) = data_files(files, asked, self)?;
+        // The folder's own name does not name the split of its files.
+        let folder = path.unwrap_or(Path::new(""));
+        files.retain(|(file, _)| file.starts_with(folder));
+        let files =
+            files.into_iter().filter_map(|(file, size)| Some((file.strip_prefix(folder).ok()?.to_owned(), size)));
+        let (read, left_out) = data_files(files.collect(), asked, self)?;
         if path.is_none() {
             self.check_configurations(&read)?;
         }
-        Ok((commit, read, left_out))
+        Ok((commit, read.into_iter().map(|file| folder.join(file)).collect(), left_out))
     }
 
     /// Rejects `files` of several configurations: their folders have files of the same names, as Python's `datasets`
@@ -595,6 +599,8 @@ mod tests {
             "main/train-00000-of-00001.parquet",
             "other/train-00000-of-00002.parquet",
             "other/train-00001-of-00002.parquet",
+            "training/test.parquet",
+            "training/train.parquet",
         ]);
         let mut read = |source: &str| {
             let files = source.parse::<DataSource>().unwrap().files(None, Some(&mut hub));
@@ -608,6 +614,7 @@ mod tests {
         for (path, expected) in [
             ("main", &["main/train-00000-of-00001.parquet"][..]),
             ("other/", &["other/train-00000-of-00002.parquet", "other/train-00001-of-00002.parquet"]),
+            ("training", &["training/train.parquet"]),
             ("README.md", &["README.md"]),
             ("LICENSE", &["LICENSE"]),
         ] {

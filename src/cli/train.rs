@@ -173,7 +173,9 @@ fn changed(change: impl Display) -> String {
 
 /// Refuses data that only one of several processes could read. Returns a warning if some have nothing to compute.
 fn check_processes(world_size: usize, config: &Config) -> Result<Option<String>> {
-    if world_size > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
+    let reads_stdin =
+        config.val.as_deref() == Some("-") || config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin);
+    if world_size > 1 && reads_stdin {
         let message = "only one process can read standard input; use a file that all processes can read";
         return Err(Error::config("data", message));
     }

@@ -417,9 +417,14 @@ impl Config {
             let message = "0 in FP32 would make parameters without a gradient NaN; use a larger number, such as 1e-8";
             return Err(Error::config("optimizer.eps", message));
         }
-        let from_stdin = self.sources()?.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
-        if from_stdin + usize::from(self.val.as_deref() == Some("-")) > 1 {
-            return Err(Error::config("data", "`-` is named twice, but standard input can be read only once"));
+        let sources = self.sources()?;
+        let from_stdin = sources.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
+        // Each data set reads the validation data.
+        let validations = if self.val.as_deref() == Some("-") { sources.len() } else { 0 };
+        if from_stdin + validations > 1 {
+            let message =
+                format!("`-` is read {} times, but standard input can be read only once", from_stdin + validations);
+            return Err(Error::config("data", message));
         }
         let never = [
             ("`val` is `none`", self.held_out()? == Some(0.0)),

@@ -66,7 +66,7 @@ pub(super) fn messages(value: Value, name: &str) -> Result<Vec<Value>, String> {
     items.try_iter().into_iter().flatten().enumerate().map(message).collect()
 }
 
-pub(super) fn is_message(item: &Value) -> bool {
+fn is_message(item: &Value) -> bool {
     ["role", "from"].iter().any(|name| field(item, name).is_some())
 }
 

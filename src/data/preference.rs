@@ -2,7 +2,7 @@
 //!
 //! The formats are TRL's. If `chosen` and `rejected` contain the prompt, it is their common prefix.
 
-use super::fields::{field, is_message, json_type, list, messages, with_system};
+use super::fields::{field, json_type, list, messages, with_system};
 use super::template::Conversation;
 use crate::Error;
 use minijinja::Value;
@@ -66,7 +66,7 @@ impl TextOrMessages {
         let Some(value) = field(row, name) else { return Ok(None) };
         let in_table = |text: &str| text.trim_start().starts_with("[{");
         match value.as_str() {
-            // Tables have messages as JSON text.
+            // Tables have messages as JSON text, but a text may also be a list of other objects.
             Some(text) if in_table(text) && list(value.clone()).is_ok_and(|list| is_messages(&list)) => {}
             Some(text) => return Ok(Some(Self::Text(text.to_owned()))),
             None if value.kind() == ValueKind::Seq => {}
@@ -147,7 +147,12 @@ impl TextOrMessages {
 }
 
 fn is_messages(list: &Value) -> bool {
-    list.try_iter().is_ok_and(|mut items| items.all(|item| is_message(&item)))
+    let has = |item: &Value, names: &[&str]| names.iter().any(|name| field(item, name).is_some());
+    let is_message = |item: Value| {
+        has(&item, &["role"]) && has(&item, &["content", "tool_calls"])
+            || has(&item, &["from"]) && has(&item, &["value"])
+    };
+    list.try_iter().is_ok_and(|mut items| items.all(is_message))
 }
 
 /// The prompt of `row`, in field `name` or `messages`.
@@ -286,6 +291,9 @@ mod tests {
         let table =
             serde_json::json!({"chosen": format!("[{question}, {good}]"), "rejected": format!("[{question}, {bad}]")});
         assert_eq!(sides(&table.to_string()), expected);
+        let objects =
+            serde_json::json!({"prompt": "Route:", "chosen": r#"[{"from": "A", "to": "B"}]"#, "rejected": "[{}]"});
+        assert_eq!(sides(&objects.to_string())[0].1, r#"[{"from": "A", "to": "B"}]"#);
         let longer =
             format!(r#"{{"chosen": [{question}, {good}], "rejected": [{question}, {good}, {question}, {bad}]}}"#);
         assert_eq!(sides(&longer)[0], ("user: Sky?".to_owned(), "assistant: Blue.".to_owned()));

@@ -19,7 +19,7 @@ use strum::VariantArray;
 use tempfile::TempPath;
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
-const VERSION: u32 = 11;
+const VERSION: u32 = 12;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.

@@ -456,7 +456,7 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
                 out.push_str(&text[start..=start]);
                 expression(&text[..at], start + 1, None, depth + 1, out);
                 // Brackets that contain a text may have a text as their value.
-                before.text = text[start..at].contains(['"', '\'']);
+                before.text = !before.product && text[start..at].contains(['"', '\'']);
                 continue;
             }
             b'%' | b'*' | b'/' => {
@@ -581,6 +581,7 @@ mod tests {
                 "{% for it in [none, '', [], {}, 1, missing] %}{{ it is iterable }} {{ it is sequence }} {% endfor %}",
                 "False False True True True True True True False False True True ",
             ),
+            (r#"{% set it = {'k': 4} %}{{ 5 * it["k"] % 3 }}"#, "2"),
             (r#"{{ "<\"'&>" | e | e }} {{ [1, '2'] | escape }}"#, "&lt;&#34;&#39;&amp;&gt; [1, &#39;2&#39;]"),
             ("{{ 'aab'.removeprefix('a') }} {{ 'abb'.removesuffix('b') }} {{ 'a'.removeprefix('b') }}", "ab ab a"),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),

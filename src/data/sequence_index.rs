@@ -154,7 +154,10 @@ impl SequenceIndex {
         }
         let (kind, each) = (tokens.samples(), tokens.documents_per_sample());
         if packing && kind != SampleKind::Plain {
-            return Err(Error::config("--packing", "pairs and labelled answers cannot be packed; omit `--packing`"));
+            return Err(Error::config(
+                "--packing",
+                "pairs, labelled answers and prompts cannot be packed; omit `--packing`",
+            ));
         }
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
         stats.pairs = (kind == SampleKind::Preference).then(PairStats::default);
@@ -423,7 +426,7 @@ mod tests {
         assert_eq!(sides, pairs[0]);
         assert!(index.sample(Some(6)).is_none());
         let message = SequenceIndex::new(tokens, 8, true, "x").unwrap_err().to_string();
-        assert!(message.contains("--packing: pairs and labelled answers cannot be packed"), "{message}");
+        assert!(message.contains("--packing: pairs, labelled answers and prompts cannot be packed"), "{message}");
     }
 
     #[test]

@@ -17,6 +17,9 @@ pub const GENERATION_CONFIG: &str = "generation_config.json";
 /// The Jinja template of a chat.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
+/// A second template, for conversations with tools.
+pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
+
 /// The auxiliary files of a model, byte for byte, with the path of each for error messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuxFiles(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
@@ -25,7 +28,7 @@ impl AuxFiles {
     /// The names of all auxiliary files.
     pub const NAMES: [&'static str; 4] = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, CHAT_TEMPLATE];
 
-    /// Reads the auxiliary files of a folder.
+    /// Reads the auxiliary files of a folder. Its template for tools becomes a part of [`CHAT_TEMPLATE`].
     pub fn of_folder(folder: &Path) -> Result<Self> {
         let mut found = Self::default();
         for name in Self::NAMES {
@@ -34,6 +37,11 @@ impl AuxFiles {
                 let bytes = read_at_most(&path, MAX_SMALL_FILE)?;
                 found.0.insert(name, (path, bytes));
             }
+        }
+        let tools = folder.join(TOOL_TEMPLATE);
+        if let Some((path, template)) = found.0.get_mut(CHAT_TEMPLATE).filter(|_| tools.is_file()) {
+            let tool_use = utf8(&tools, read_at_most(&tools, MAX_SMALL_FILE)?)?;
+            *template = either(&utf8(path, std::mem::take(template))?, &tool_use).into();
         }
         Ok(found)
     }
@@ -61,7 +69,7 @@ impl AuxFiles {
         let map = self.json(SPECIAL_TOKENS_MAP)?;
         let token = |key| special_token([&config, &map], key).map(str::to_owned);
         let template = if let Some((path, bytes)) = self.0.get(CHAT_TEMPLATE) {
-            Some(String::from_utf8(bytes.clone()).map_err(|_| Error::model(path.display(), "not UTF-8"))?)
+            Some(utf8(path, bytes.clone())?)
         } else {
             let template = &config["chat_template"];
             let named = |name| template.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
@@ -154,6 +162,11 @@ impl AuxFiles {
     }
 }
 
+/// The text of a file.
+fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
+    String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
+}
+
 /// A template that writes conversations with tools like `tool_use`, and others like `default`.
 fn either(default: &str, tool_use: &str) -> String {
     // A block removes the line feed after it and blanks before it; a template does not write its last line feed.
@@ -222,6 +235,13 @@ mod tests {
             let one = ChatFormat::new(source, "model", &TemplateTokens::default());
             assert_eq!(render(&format(default, tool_use)), render(&one), "{variables}");
         }
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
+        for (name, template) in [(CHAT_TEMPLATE, default), (TOOL_TEMPLATE, tool_use)] {
+            std::fs::write(folder.path().join(name), template).unwrap();
+        }
+        let template = AuxFiles::of_folder(folder.path()).unwrap().chat().unwrap().template;
+        assert_eq!(template, Some(either(default, tool_use)));
     }
 
     #[test]

@@ -14,7 +14,7 @@ mod settings;
 
 use crate::data::{Downloader, HubFile, HubListing, LoadEvent, counted, files_below};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
-use crate::store::aux_files::AuxFiles;
+use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, TOOL_TEMPLATE};
 use crate::store::folder::{INDEX, SINGLE_FILE, shards};
 use crate::{Error, Result};
 use cache::RepoCache;
@@ -133,7 +133,11 @@ impl<'a> Hub<'a> {
         let commit = config.commit;
         repo.revision.clone_from(&commit);
         self.file(&repo, "tokenizer.json")?;
-        for file in AuxFiles::NAMES {
+        let folder = config.path.parent().map(Path::to_path_buf).unwrap_or_default();
+        for file in AuxFiles::NAMES.into_iter().chain([TOOL_TEMPLATE]) {
+            if file == TOOL_TEMPLATE && !folder.join(CHAT_TEMPLATE).is_file() {
+                continue;
+            }
             match self.fetch_file(&repo, file) {
                 Err(failure) if failure.is_not_found() => {}
                 // It may exist, but the other files may be in the cache.
@@ -144,7 +148,6 @@ impl<'a> Hub<'a> {
             }
         }
         self.weights(&repo)?;
-        let folder = config.path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(ModelFiles { folder, repo: repo.id, commit })
     }
 

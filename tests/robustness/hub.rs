@@ -300,6 +300,12 @@ fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
     // A commit cannot move.
     Hub::new(server.settings()).model("distilgpt2", Some(COMMIT)).unwrap();
     assert_eq!(server.requests(), OPTIONAL);
+    // A model with a template may have one for tools, too.
+    let tools = "additional_chat_templates/tool_use.jinja";
+    server.put("chat_template.jinja", b"{{ tools }}");
+    server.put(tools, b"{{ tools }}");
+    server.model().unwrap();
+    assert_eq!(fs::read(files.folder.join(tools)).unwrap(), b"{{ tools }}");
 }
 
 #[test]

@@ -13,6 +13,7 @@ use super::exact_json::{entries, read_json};
 use super::fields::field;
 use super::jinja_python::{install, with_percent};
 use crate::{Error, Result};
+use chrono::NaiveDate;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
@@ -29,8 +30,8 @@ const GENERATION_MARKERS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
 /// The names of a message's thoughts; the first is the usual one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// The day of templates that need one, as the codes of `strftime` and their values.
-const DAY: [(&str, &str); 5] = [("%Y", "2025"), ("%m", "08"), ("%d", "05"), ("%B", "August"), ("%b", "Aug")];
+/// The day of templates that need one.
+const DAY: Option<NaiveDate> = NaiveDate::from_ymd_opt(2025, 8, 5);
 
 /// A conversation's messages, each an object with `role`, `content` and any other fields that its template reads.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -146,7 +147,14 @@ impl Template {
         });
         if source.contains("strftime_now(") && !source.contains("strftime_now is defined") {
             environment.add_function("strftime_now", |format: String| {
-                DAY.iter().fold(format, |text, (code, value)| text.replace(code, value))
+                let mut text = String::new();
+                let midnight = DAY.and_then(|day| day.and_hms_opt(0, 0, 0));
+                // An unknown code is an error of the formatter.
+                if midnight.is_none_or(|time| write!(text, "{}", time.format(&format)).is_err()) {
+                    let message = format!("`strftime_now` does not know a code of `{format}`");
+                    return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+                }
+                Ok(text)
             });
         }
         // Jinja reads every end of a line as a line feed.
@@ -382,6 +390,14 @@ mod tests {
             "{\"type\": \"function\", \"b\": [1, 2.5, true, null], \"a\": {\"é\": \"<x>\"}}|[\n  {\n    \"type\": \"function\",\n    \
              \"b\": [\n      1,\n      2.5,\n      true,\n      null\n    ],\n    \"a\": {\n      \"é\": \"<x>\"\n    }\n  }\n]"
         );
+    }
+
+    #[test]
+    fn a_day_without_a_clock_has_every_form() {
+        let render = |source: &str| template(source).render(&Conversation::default(), None, false);
+        let text = render("{{ strftime_now('%A, %-d %b %y, %d %B %Y, %H:%M') }}").unwrap().text;
+        assert_eq!(text, "Tuesday, 5 Aug 25, 05 August 2025, 00:00");
+        assert!(render("{{ strftime_now('%Q') }}").unwrap_err().to_string().contains("a code of `%Q`"));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::inference::trained::TrainedModel;
 use crate::screen::Terminal;
 use crate::screen::terminal::{MessageEditor, interrupt_flag};
 use crate::settings::number;
+use crate::untrusted::sanitize_lines;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
@@ -154,7 +155,7 @@ fn begin(chat: &mut Chat, system: Option<&str>) {
 }
 
 fn print_notice(text: &str) {
-    writeln!(stderr(), "{text}").ok();
+    writeln!(stderr(), "{}", sanitize_lines(text)).ok();
 }
 
 /// Appends the conversation to a file that `--data` takes.

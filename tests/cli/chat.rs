@@ -186,11 +186,14 @@ fn a_conversation_is_held_saved_and_restarted() {
 #[test]
 fn messages_rejected_by_the_template_or_the_context_are_dropped() {
     let fixture = fixture(Some(
-        "{% if messages|length > 1 %}{{ raise_exception('too long') }}{% endif %}{{ messages[0].content }}",
+        "{% if messages|length > 1 %}{{ raise_exception('too\u{1b} long') }}{% endif %}{{ messages[0].content }}",
     ));
     let long = "x".repeat(400);
     let (_, notes) = chat(&fixture, &[&long, "a", "b", "/save talk.jsonl"]);
-    assert!(notes.contains("/reset restarts it") && notes.contains("line 1: too long"), "{notes}");
+    assert!(
+        notes.contains("/reset restarts it") && notes.contains("line 1: too") && !notes.contains('\u{1b}'),
+        "{notes}"
+    );
     assert!(notes.contains("saved 2 messages to `talk.jsonl`"), "{notes}");
 }
 

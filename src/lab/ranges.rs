@@ -2,6 +2,7 @@
 
 use super::number::{serialize, short};
 use crate::precision::{FloatClass, FloatFormat};
+use crate::ui::format::padded;
 use crate::ui::{Column, Line, Page, Role, plain};
 use serde::Serialize;
 
@@ -50,6 +51,10 @@ pub(crate) struct ValueRange {
 
 const LABEL: usize = 19;
 
+fn label(range: &ValueRange) -> String {
+    padded(&range.label, LABEL - 1) + " "
+}
+
 impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
     pub(crate) const WHOLE: (i32, i32) = (-150, 130);
@@ -89,7 +94,7 @@ impl Ranges {
         let axis = ExponentAxis { window: self.window, columns: width.saturating_sub(LABEL).max(16) };
         for extent in &self.value_ranges {
             let bar = axis.bar(&[(extent.low, extent.high, '●')]);
-            page.push(Line::new().plain(format!("{:<LABEL$}", extent.label)).with(Role::Series(0), bar));
+            page.push(Line::new().plain(label(extent)).with(Role::Series(0), bar));
         }
         for row in &self.formats {
             let bar = axis.bar(&[(row.min_subnormal, row.min_normal, '┄'), (row.min_normal, row.max, '━')]);
@@ -124,7 +129,7 @@ impl Ranges {
         let [a, b, c, d, e] = FloatFormat::ALL.map(|format| format.name);
         page.title(format!("{:<LABEL$}{a:>10}{b:>10}{c:>10}{d:>10}{e:>10}", "held by"));
         for extent in &self.value_ranges {
-            let mut line = Line::new().plain(format!("{:<LABEL$}", extent.label));
+            let mut line = Line::new().plain(label(extent));
             for format in FloatFormat::ALL {
                 let (role, verdict) = extent.verdict(format);
                 line = line.with(role, format!("{verdict:>10}"));
@@ -225,6 +230,16 @@ mod tests {
     fn pages() {
         insta::assert_snapshot!("ranges", example().page(80).text());
         insta::assert_snapshot!("ranges_near_fp16", Ranges { window: (-30, 20), ..example() }.page(80).text());
+    }
+
+    #[test]
+    fn a_long_label_moves_no_bar() {
+        let column = |label: &str| {
+            let text = Ranges::new(vec![ValueRange::value(label, 1.0)], (None, None)).page(80).text();
+            text.lines().skip(1).find_map(|line| line.chars().position(|c| c == '●'))
+        };
+        assert!(column("1").is_some());
+        assert_eq!(column("1.000000000000000000000000"), column("1"));
     }
 
     #[test]

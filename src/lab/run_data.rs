@@ -2,6 +2,7 @@
 
 use super::ranges::ValueRange;
 use super::scaler::{GradientTrace, StepCondition};
+use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
@@ -136,7 +137,7 @@ impl RunData {
 
     /// The path of a file of the newest checkpoint, if it exists.
     fn checkpoint_file(&self, name: &str) -> Option<PathBuf> {
-        let latest = std::fs::read_to_string(self.folder.join("latest")).ok()?;
+        let latest = String::from_utf8(read_at_most(&self.folder.join("latest"), MAX_SMALL_FILE).ok()?).ok()?;
         Some(self.folder.join(latest.trim()).join(name)).filter(|file| file.is_file())
     }
 

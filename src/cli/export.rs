@@ -128,7 +128,9 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     drop(reporter);
     let mut hub = Hub::new(Settings::from_env());
     let push = args.push.push.as_deref();
+    let reporter = push.map(|_| Reporter::of("asking the Hub"));
     let exists = push.map(|id| hub.has_model(id)).transpose()? == Some(true);
+    drop(reporter);
     if let Some(id) = push
         && exists
         && !(args.push.yes || confirmed(&format!("Overwrite files of `{id}` on the Hub?"), "--push", out)?)

@@ -158,15 +158,8 @@ impl TokenFile {
                 let _ = self.failure.set(error.to_string());
                 bytes.fill(0);
             }
-            match self.width {
-                IdWidth::U16 => {
-                    let ids = bytes.as_chunks().0.iter().map(|&bytes| u16::from_le_bytes(bytes).into());
-                    out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
-                }
-                IdWidth::U32Flagged => {
-                    let ids = bytes.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes));
-                    out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
-                }
+            for (out, id) in out.iter_mut().zip(bytes.chunks_exact(width)) {
+                *out = id.iter().rev().fold(0, |id, byte| id << 8 | u32::from(*byte));
             }
         }
     }

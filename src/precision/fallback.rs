@@ -172,7 +172,8 @@ pub struct UnitRecord {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fallback {
     config: PrecisionConfig,
-    units: BTreeMap<PrecisionUnit, UnitRecord>,
+    /// The state that a checkpoint saves.
+    pub units: BTreeMap<PrecisionUnit, UnitRecord>,
 }
 
 impl Fallback {
@@ -190,11 +191,6 @@ impl Fallback {
     /// The compute dtype of units in fallback.
     pub fn dtype(&self) -> Dtype {
         self.config.fallback_dtype
-    }
-
-    /// The state that a checkpoint saves.
-    pub fn units(&self) -> &BTreeMap<PrecisionUnit, UnitRecord> {
-        &self.units
     }
 
     /// The units in fallback, and those that the configuration keeps in its dtype.
@@ -265,7 +261,7 @@ mod tests {
         assert_eq!(state.overflowed(PrecisionUnit::NonBlock, 17), None, "overflows are counted by unit");
         assert_eq!(state.overflowed(one, 20), Some(3), "11, 16, 20");
         assert_eq!(state.active().collect::<Vec<_>>(), [one]);
-        assert_eq!(state.units()[&one].since, Some(20));
+        assert_eq!(state.units[&one].since, Some(20));
         assert_eq!(state.overflowed(one, 21), None, "it has fallen back already");
     }
 
@@ -291,7 +287,7 @@ mod tests {
         let mut state =
             Fallback::new(PrecisionConfig::default(), [(PrecisionUnit::NonBlock, UnitRecord::default())].into());
         assert!(!state.is_on() && (0..100).all(|step| state.overflowed(PrecisionUnit::NonBlock, step).is_none()));
-        assert!(state.units().is_empty(), "a checkpoint's units are discarded too");
+        assert!(state.units.is_empty(), "a checkpoint's units are discarded too");
     }
 
     #[test]

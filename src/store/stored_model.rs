@@ -38,7 +38,7 @@ impl StoredModel {
     pub fn path(&self) -> &Path {
         match self {
             Self::Folder(folder) => folder.path(),
-            Self::Gguf(model) => model.gguf().path(),
+            Self::Gguf(model) => model.gguf.path(),
         }
     }
 
@@ -54,7 +54,7 @@ impl StoredModel {
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         match self {
             Self::Folder(folder) => ModelFolder::tokenizer_in(folder.path()).map(Tokenizer::from_file).transpose(),
-            Self::Gguf(model) => model.gguf().tokenizer().map(Some),
+            Self::Gguf(model) => model.gguf.tokenizer().map(Some),
         }
     }
 

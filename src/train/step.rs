@@ -122,7 +122,7 @@ impl Passes<'_> {
         Collector::with(group, kernels, measure, |collector| {
             for turn in turns {
                 let clock = Instant::now();
-                let waited = collector.waited();
+                let waited = collector.waited;
                 let index = turn.micro_batch;
                 self.grads.begin_turn(turn);
                 if let Some(index) = index {
@@ -130,7 +130,7 @@ impl Passes<'_> {
                     let batch = &micro_batches[index];
                     let (found, forward) = self.micro_batch(index, batch, factors, &mut (), &mut collect)?;
                     losses.push((batch, found));
-                    let waited = collector.waited().saturating_sub(waited);
+                    let waited = collector.waited.saturating_sub(waited);
                     time.forward += forward;
                     time.backward += clock.elapsed().saturating_sub(forward + waited);
                     time.comm += waited;

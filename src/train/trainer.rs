@@ -266,7 +266,7 @@ impl Trainer {
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
         let frozen = state.weights.base().filter(|_| self.engine.model.spec().lora.is_none());
         let exact = exact.into_iter().chain(frozen.map(|frozen| &**frozen));
-        stored_bytes(exact, state.adamw.quantized_moments()) + self.tokenizer.json().len() as u64
+        stored_bytes(exact, &state.adamw.quantized_moments) + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.
@@ -310,7 +310,7 @@ impl Trainer {
         train.counters.tokens = state.tokens;
         checkpoint.read_masters(train.masters.parameters())?;
         let wide = [train.adamw.exp_avg.clone(), train.adamw.exp_avg_sq.clone()];
-        checkpoint.read_moments(wide.each_ref(), train.adamw.quantized_moments_mut())?;
+        checkpoint.read_moments(wide.each_ref(), &mut train.adamw.quantized_moments)?;
         if train.masters.parameters().shards().is_some() {
             // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters(&train.weights)?;

@@ -207,7 +207,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     activity.begin("comparing");
     let compared = &straight.engine.state;
     let wide = [&compared.weights, compared.masters.parameters(), &compared.adamw.exp_avg, &compared.adamw.exp_avg_sq];
-    let narrow = compared.adamw.quantized_moments();
+    let narrow = &compared.adamw.quantized_moments;
     let tensors = wide.iter().map(|kind| kind.tensors().len()).sum::<usize>() + 2 * narrow.len();
     let elements = wide.iter().map(|kind| kind.elements()).sum::<u64>();
     let elements = elements + narrow.iter().map(|moments| 2 * moments.elements as u64).sum::<u64>();

@@ -253,7 +253,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     let spec = with_lora(file.spec(), false);
     let policy = PrecisionPolicy::BF16;
     let in_blocks: u64 = file
-        .gguf()
+        .gguf
         .tensors()
         .filter(|(_, dtype, _)| dtype.block_size() > 1)
         .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)

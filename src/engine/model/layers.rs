@@ -156,7 +156,8 @@ fn record_gradients(cx: &mut Context<'_>, layer: ModuleId, weight: ParamRef, bia
 /// A fully connected layer, with an adapter or without.
 #[derive(Clone, Debug)]
 pub(super) struct Linear {
-    layer: ModuleId,
+    /// Its address in the model.
+    pub(super) layer: ModuleId,
     layout: WeightLayout,
     weight: ParamRef,
     bias: Option<ParamRef>,
@@ -173,11 +174,6 @@ impl Linear {
 
     pub(super) fn dtype(&self, weights: &Parameters) -> DType {
         weights.fused(self.weight).dtype()
-    }
-
-    /// Its address in the model.
-    pub(super) const fn layer(&self) -> ModuleId {
-        self.layer
     }
 
     /// `y = x · weight + bias`, plus the output of the adapter.

@@ -56,8 +56,8 @@ pub struct AdamW {
     pub exp_avg: Parameters,
     /// Second moments in FP32.
     pub exp_avg_sq: Parameters,
-    /// Both moments of the other parameters.
-    quantized: Vec<QuantizedMoments>,
+    /// Both moments of the other parameters, in 8 bits.
+    pub quantized_moments: Vec<QuantizedMoments>,
     /// The storage of each parameter's moments, in order.
     storage: Vec<MomentStorage>,
     /// FP32 values of the current master, if some are not FP32.
@@ -117,20 +117,10 @@ impl AdamW {
             rounding_seed,
             exp_avg: moments()?,
             exp_avg_sq: moments()?,
-            quantized,
+            quantized_moments: quantized,
             storage,
             upcast_copy,
         })
-    }
-
-    /// The moments in 8 bits.
-    pub fn quantized_moments(&self) -> &[QuantizedMoments] {
-        &self.quantized
-    }
-
-    /// The moments in 8 bits, to be restored.
-    pub fn quantized_moments_mut(&mut self) -> &mut [QuantizedMoments] {
-        &mut self.quantized
     }
 
     /// Bytes that [`AdamW::new`] allocates for parameters with these element counts.
@@ -153,7 +143,7 @@ impl AdamW {
         match self.storage[index] {
             MomentStorage::Fp32(at) => ([&self.exp_avg[at], &self.exp_avg_sq[at]], None),
             MomentStorage::Int8(at) => {
-                let [m, v] = &self.quantized[at].moments;
+                let [m, v] = &self.quantized_moments[at].moments;
                 ([&m.codes, &v.codes], Some([m.scales(), v.scales()]))
             }
         }

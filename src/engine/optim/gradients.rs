@@ -98,7 +98,8 @@ pub struct Collector<'a> {
     thread: Option<AsyncExchange>,
     /// The chunks that are being exchanged, in order.
     pending: VecDeque<PendingChunk>,
-    waited: Duration,
+    /// The time that this process has waited for exchanges.
+    pub waited: Duration,
     largest: Option<f32>,
 }
 
@@ -117,11 +118,6 @@ impl<'a> Collector<'a> {
             return body(&mut new(None));
         }
         std::thread::scope(|scope| body(&mut new(Some(AsyncExchange::spawn(scope, group)))))
-    }
-
-    /// The time that this process has waited for exchanges.
-    pub fn waited(&self) -> Duration {
-        self.waited
     }
 }
 

@@ -32,7 +32,8 @@ fn are_siblings(leaves: usize, left: &Range<usize>, right: &Range<usize>) -> boo
 /// The nodes that a process has summed so far, left to right.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ReductionTree {
-    leaves: usize,
+    /// The micro-batches of the step.
+    pub(crate) leaves: usize,
     share: Range<usize>,
     next: usize,
     open: Vec<Range<usize>>,
@@ -56,11 +57,6 @@ impl ReductionTree {
         self.next = share.start;
         self.share = share;
         self.leaves = leaves;
-    }
-
-    /// The micro-batches of the step.
-    pub(crate) fn leaves(&self) -> usize {
-        self.leaves
     }
 
     /// The micro-batches that this process sums.

@@ -16,7 +16,8 @@ use std::path::Path;
 /// A GGUF file in which every parameter was found with the right shape.
 #[derive(Debug)]
 pub struct GgufModel {
-    gguf: Gguf,
+    /// The file.
+    pub gguf: Gguf,
     spec: ModelSpec,
 }
 
@@ -108,11 +109,6 @@ impl GgufModel {
         extra.map_or(Ok(()), |name| {
             Err(gguf.error(format!("tensor `{}` does not belong to this model", name.escape_debug())))
         })
-    }
-
-    /// The file.
-    pub fn gguf(&self) -> &Gguf {
-        &self.gguf
     }
 
     /// The model's shape. The tensors determine `tied`.

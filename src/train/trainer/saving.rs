@@ -62,7 +62,7 @@ impl CheckpointWriter<'_> {
             masters,
             exp_avg: &adamw.exp_avg,
             exp_avg_sq: &adamw.exp_avg_sq,
-            quantized: adamw.quantized_moments(),
+            quantized: &adamw.quantized_moments,
             activity: self.activity,
             sharded,
         };
@@ -381,7 +381,7 @@ impl Trainer {
             seed: self.config.seed,
             fingerprint: self.fingerprint.clone(),
             scaler: self.engine.state.scaler.state(),
-            fallback: self.engine.state.fallback.units().clone(),
+            fallback: self.engine.state.fallback.units.clone(),
             fp8: self.engine.state.fp8.states(),
             underflowed_params: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),

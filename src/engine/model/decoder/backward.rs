@@ -147,7 +147,7 @@ impl Decoder {
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
         let attended = &mixer_output(&self.spec, i, gradients.attended())?;
         let dy = block.post_norm_backward(cx, 0, acts.post_attention.as_ref(), branch, other)?;
-        cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
+        cx.hook.record_whole(block.out.layer, TensorKind::OutputGradient, dy)?;
         let out = &mixer_output(&self.spec, i, &acts.attended)?;
         block.out.backward(cx, block.gated(acts).unwrap_or(out), dy, attended)?;
         if let Some(recurrence) = &block.recurrence {

@@ -192,7 +192,7 @@ impl Gradients {
     /// Begins an exchange of the sums of micro-batches `leaves`.
     pub(super) fn begin_exchange(&mut self, leaves: Range<usize>) -> Exchange {
         let count = self.world_size;
-        let of = self.nodes.leaves();
+        let of = self.nodes.leaves;
         let sent = |rank: usize| match self.sharding {
             Sharding::Optimizer => ReductionTree::nodes_of_range(local_range(rank, count, of), of),
             Sharding::Gradients => leaves.clone().skip(rank).take(1).map(|leaf| leaf..leaf + 1).collect(),
@@ -206,7 +206,7 @@ impl Gradients {
 
     /// The type in which process `from` sends a gradient: one of a single micro-batch as the backward pass wrote it.
     fn sent_dtype(&self, from: usize, parameter: usize) -> DType {
-        let share = local_range(from, self.world_size, self.nodes.leaves());
+        let share = local_range(from, self.world_size, self.nodes.leaves);
         let is_single = share.len() == 1 || self.sharding == Sharding::Gradients;
         if is_single { self.grads[parameter].dtype() } else { DType::F32 }
     }

@@ -34,7 +34,7 @@ impl<'a> TensorShard<'a> {
             Some(Self { tensor: &parameters[index], per_block: false, shards, parameter: index })
         };
         let narrow = |which: usize, per_block: bool| {
-            let QuantizedMoments { name, moments, .. } = &state.adamw.quantized_moments()[index];
+            let QuantizedMoments { name, moments, .. } = &state.adamw.quantized_moments[index];
             let tensor = if per_block { &moments[which].absmax } else { &moments[which].codes };
             Some(Self { tensor, per_block, shards: masters.shards()?, parameter: masters.position(name)? })
         };

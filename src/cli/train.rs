@@ -9,7 +9,6 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, quoted, run_or_path};
 use crate::cli::runs::LOG_END;
 use crate::cli::show::{ShowArgs, show};
-use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
 use crate::screen::LiveSource;
 use crate::screen::terminal::{SignalHandler, ignore_stop_signals, set_training};
@@ -173,9 +172,7 @@ fn changed(change: impl Display) -> String {
 
 /// Refuses data that only one of several processes could read. Returns a warning if some have nothing to compute.
 fn check_processes(world_size: usize, config: &Config) -> Result<Option<String>> {
-    let reads_stdin =
-        config.val.as_deref() == Some("-") || config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin);
-    if world_size > 1 && reads_stdin {
+    if world_size > 1 && config.stdin_reads()? > 0 {
         let message = "only one process can read standard input; use a file that all processes can read";
         return Err(Error::config("data", message));
     }

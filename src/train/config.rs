@@ -274,6 +274,14 @@ impl Config {
         sets.iter().map(|(name, weight)| Ok((self.find(name)?, weight.unwrap_or(1.0) / sum))).collect()
     }
 
+    /// The number of times that a run reads standard input.
+    pub fn stdin_reads(&self) -> Result<usize> {
+        let sources = self.sources()?;
+        let training = sources.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
+        // Each data set reads the validation data.
+        Ok(training + if self.val.as_deref() == Some("-") { sources.len() } else { 0 })
+    }
+
     /// Splits `name=weight`; `text` is a name if it is a path that exists.
     fn weighted<'a>(&self, text: &'a str) -> Result<(&'a str, Option<f64>)> {
         let exists = |name: &str| self.locate(name).exists();
@@ -417,13 +425,9 @@ impl Config {
             let message = "0 in FP32 would make parameters without a gradient NaN; use a larger number, such as 1e-8";
             return Err(Error::config("optimizer.eps", message));
         }
-        let sources = self.sources()?;
-        let from_stdin = sources.iter().filter(|(source, _)| *source == DataSource::Stdin).count();
-        // Each data set reads the validation data.
-        let validations = if self.val.as_deref() == Some("-") { sources.len() } else { 0 };
-        if from_stdin + validations > 1 {
-            let message =
-                format!("`-` is read {} times, but standard input can be read only once", from_stdin + validations);
+        let reads = self.stdin_reads()?;
+        if reads > 1 {
+            let message = format!("`-` is read {reads} times, but standard input can be read only once");
             return Err(Error::config("data", message));
         }
         let never = [

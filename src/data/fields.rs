@@ -66,10 +66,6 @@ pub(super) fn messages(value: Value, name: &str) -> Result<Vec<Value>, String> {
     items.try_iter().into_iter().flatten().enumerate().map(message).collect()
 }
 
-fn is_message(item: &Value) -> bool {
-    ["role", "from"].iter().any(|name| field(item, name).is_some())
-}
-
 /// A message with `role`, `content` and everything else that the template reads; instead of these two fields it may
 /// have `from` and `value`. Other fields that are null are left out, because templates ask whether a message has
 /// `tool_calls`.
@@ -77,7 +73,7 @@ fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
     }
-    let is_sharegpt = field(item, "role").is_none() && is_message(item);
+    let is_sharegpt = field(item, "role").is_none() && field(item, "from").is_some();
     let [role_name, content_name] = if is_sharegpt { ["from", "value"] } else { ["role", "content"] };
     let role = field(item, role_name).ok_or("`role` or `from` is missing")?;
     let known = SHAREGPT_ROLES.iter().find(|(other, _)| is_sharegpt && role.as_str() == Some(*other));

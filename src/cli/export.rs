@@ -124,12 +124,11 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     };
     let scope = if args.merge { ExportScope::Merged } else { ExportScope::Adapters };
     let (trained, reporter) = args.model.open()?;
-    // It would write over a question.
-    drop(reporter);
+    reporter.activity.begin("asking the Hub");
     let mut hub = Hub::new(Settings::from_env());
     let push = args.push.push.as_deref();
-    let reporter = push.map(|_| Reporter::of("asking the Hub"));
     let exists = push.map(|id| hub.has_model(id)).transpose()? == Some(true);
+    // It would write over a question.
     drop(reporter);
     if let Some(id) = push
         && exists

@@ -104,6 +104,8 @@ struct LoopState {
     repeated_steps: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
+    /// The step that the run continues from.
+    resumed_from: Option<u64>,
     /// The state of the checkpoint that the run is resumed from, until it begins.
     resumed: Option<State>,
     /// The state of a checkpoint that will be written during the next step.
@@ -326,6 +328,7 @@ impl Trainer {
         let evaluated = state.validation_loss.is_some() && state.step < planned;
         self.progress.stopped_early = evaluated && self.is_early_stopping_due();
         self.progress.saved_at = Some(state.step);
+        self.progress.resumed_from = Some(state.step);
         self.progress.resumed = Some(state.clone());
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
@@ -352,7 +355,7 @@ impl Trainer {
     /// Marks the run as restarted at step 0, so that readers of the log discard an attempt killed before its first
     /// checkpoint.
     pub fn start_over(&mut self) {
-        self.progress.saved_at = Some(0);
+        self.progress.resumed_from = Some(0);
     }
 
     /// Settings that differ from the checkpoint, with both values.
@@ -426,9 +429,8 @@ impl Trainer {
 
     fn run_to_end(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
-        let resumed_from = self.progress.saved_at;
         self.gpu = gpu::uuid(&self.engine.state.weights.device()).and_then(GpuSampler::start);
-        let started = self.started(resumed_from);
+        let started = self.started();
         self.emitter.emit(Event::Started(Box::new(started)));
         if !self.config.precision.masters {
             let message =

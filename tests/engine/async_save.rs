@@ -195,3 +195,18 @@ fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
     sender.send(Command::Stop { save: false }).unwrap();
     assert_eq!(training.join().unwrap().unwrap(), FinishReason::Stopped);
 }
+
+/// Regression: a run that was killed before its first checkpoint counted as saved at step 0.
+#[test]
+fn a_run_that_starts_over_is_saved_when_it_is_interrupted_at_once() {
+    let folder = folder();
+    let mut trainer = trainer(&config(PrecisionPolicy::FP16));
+    trainer.start_over();
+    let events = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
+    trainer.interrupt.store(true, Ordering::SeqCst);
+    assert_eq!(trainer.run().unwrap(), FinishReason::Interrupted);
+    drop(trainer);
+    let events: Vec<_> = events.into_iter().map(|record| record.event).collect();
+    assert!(events.iter().any(|event| matches!(event, Event::Started(started) if started.resumed_from == Some(0))));
+    assert_eq!(told(&events), ["saving 0", "saved 0"]);
+}

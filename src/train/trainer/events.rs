@@ -218,7 +218,7 @@ impl Trainer {
         )
     }
 
-    pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
+    pub(super) fn started(&self) -> Started {
         let config = &self.config;
         let shape = self.engine.model.spec();
         let train = &config.train;
@@ -269,7 +269,7 @@ impl Trainer {
             epochs: self.loader.epochs_in(steps / config.objective.iterations(), train.grad_accum),
             total_steps: self.total_steps,
             seed: config.seed,
-            resumed_from,
+            resumed_from: self.progress.resumed_from,
             fallback: self.engine.in_fallback(),
             config: serde_json::to_value(config).unwrap_or_default(),
         }
